@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.rewards.reward import Prompt, RewardFunction, load_callable, load_reward
+from hyper_parallel.rl.rewards.reward import Prompt, RewardFunction, load_callable, load_reward, with_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +61,21 @@ BUILTIN = {"calculator": "hyper_parallel.rl.environments.calculator:Calculator"}
 _SINGLE = "single_turn:"
 
 
-def load_environment(name: str, folder: str | Path | None = None) -> Callable[[], Environment]:
+def load_environment(
+    name: str, folder: str | Path | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[[], Environment]:
     """What makes environments of a name: `calculator`, `single_turn:` and a name of `load_reward`,
     `package.module:Class` or `file.py:Class`.
 
-    `folder`: of the run file. Imports the user's code. Raises ConfigError, in one line.
+    `folder`: of the run file. `options`: keyword arguments of the class, or of the reward. Imports the user's code.
+    Raises ConfigError, in one line.
     """
     if name.startswith(_SINGLE):
-        reward = load_reward(name.removeprefix(_SINGLE), folder)
+        reward = load_reward(name.removeprefix(_SINGLE), folder, options)
         return lambda: SingleTurn(reward)
-    made: Callable[[], Environment] = load_callable(name, "an environment", BUILTIN, folder)
+    made: Callable[[], Environment] = with_options(
+        load_callable(name, "an environment", BUILTIN, folder), name, options or {}, 0
+    )
     return made
 
 

@@ -8,9 +8,9 @@ from hyper_parallel.rl.environments.environment import Environment, load_environ
 from hyper_parallel.rl.rewards.worker import Handler, number_of
 
 
-def environments(name: str, folder: str) -> Handler:
+def environments(name: str, folder: str, options: dict[str, Any]) -> Handler:
     """The handler of messages `{"do": "reset" | "step" | "drop", "key": number, ...}`."""
-    make = load_environment(name, folder)
+    make = load_environment(name, folder, options)
     episodes: dict[int, Environment] = {}
 
     def handle(message: dict[str, Any]) -> dict[str, Any]:

@@ -42,9 +42,18 @@ class EnvironmentPool:
     """Worker processes for one kind of environment. Close it, or use it as a context manager."""
 
     def __init__(
-        self, name: str, *, workers: int = 2, time_limit_s: float = 10.0, folder: str | Path | None = None
+        self,
+        name: str,
+        *,
+        workers: int = 2,
+        time_limit_s: float = 10.0,
+        folder: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`name`: as `load_environment`. Returns when all workers have imported it. Raises ConfigError otherwise."""
+        """`name`, `folder`, `options`: as `load_environment`. Returns when all workers have imported it; raises
+        ConfigError if they cannot.
+        """
+        check_json(dict(options or {}), "the options of the environment")
         self._limit = time_limit_s
         self._processes = Processes(
             "hyper_parallel.rl.environments.host:environments",
@@ -52,6 +61,7 @@ class EnvironmentPool:
             workers,
             time_limit_s,
             folder,
+            options,
             what="environment",
         )
         self._workers = workers

@@ -33,7 +33,7 @@ def exact_match(prompt: Prompt, answer: str, task: Mapping[str, Any]) -> float:
 def reference_answers(task: Mapping[str, Any]) -> list[str]:
     """The `answer` of a row as a list. Raises DataError when it is missing or is no text."""
     given = task.get("answer")
-    answers = given if isinstance(given, list) else [given]
+    answers: list[Any] = given if isinstance(given, list) else [given]
     if not answers or not all(isinstance(text, str) for text in answers):
         raise DataError(
             f"the row's answer is {given!r}; write a text, or a list of texts, under the key 'answer'"

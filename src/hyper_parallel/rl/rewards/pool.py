@@ -15,6 +15,7 @@ from typing import Any
 from hyper_parallel.errors import DataError
 from hyper_parallel.rl.rewards.processes import Job, Processes
 from hyper_parallel.rl.rewards.reward import Prompt, Reward
+from hyper_parallel.rl.rewards.sandbox import check
 
 Request = tuple[Hashable, Prompt, str, Mapping[str, Any]]
 """(key, prompt, answer, task)."""
@@ -24,14 +25,30 @@ class RewardPool:
     """Worker processes for one reward function. Close it, or use it as a context manager."""
 
     def __init__(
-        self, name: str, *, workers: int = 2, time_limit_s: float = 10.0, folder: str | Path | None = None
+        self,
+        name: str,
+        *,
+        workers: int = 2,
+        time_limit_s: float = 10.0,
+        folder: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`name`: as `load_reward`; `folder`: of the run file. `time_limit_s`: for each call.
+        """`name`, `folder`, `options`: as `load_reward`. `time_limit_s`: for each call.
 
-        Returns when all workers have imported the function. Raises ConfigError, in one line, if they cannot.
+        Returns when all workers have imported the function. Raises ConfigError, in one line, if they cannot, and for
+        `code` with the option `isolation="required"` where the machine does not isolate.
         """
+        check_json(dict(options or {}), "the options of the reward")
+        if name == "code":
+            check((options or {}).get("isolation", "preferred"))
         self._processes = Processes(
-            "hyper_parallel.rl.rewards.worker:rewards", name, workers, time_limit_s, folder, what="reward"
+            "hyper_parallel.rl.rewards.worker:rewards",
+            name,
+            workers,
+            time_limit_s,
+            folder,
+            options,
+            what="reward",
         )
         self._keys: dict[int, Hashable] = {}
         self._number = 0
@@ -97,5 +114,5 @@ def check_json(message: Any, what: str) -> None:
         json.dumps(message)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{what} cannot be sent to a process, since it is not JSON: {error}; use plain values"
+            f"{what} cannot be sent to a process, being no JSON: {error}; use plain values"
         ) from error

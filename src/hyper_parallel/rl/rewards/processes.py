@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,11 @@ class Processes:
         workers: int,
         time_limit_s: float,
         folder: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
         what: str = "reward",
     ) -> None:
-        """`factory`: `module:function` of the handler's factory, called with `name` and `folder` in each worker.
+        """`factory`: `module:function` of the handler's factory, called with `name`, `folder` and `options` in each
+        worker.
 
         Waits until all workers are ready. Raises ConfigError when the handler cannot be made, LaunchError when workers
         end before they answer.
@@ -89,7 +91,7 @@ class Processes:
         if not time_limit_s > 0:
             raise ConfigError(f"the time limit of a {what} is {time_limit_s} s; it must be larger than 0")
         where = str(Path(folder or ".").absolute())
-        self._start = {"factory": factory, "name": name, "folder": where}
+        self._start = {"factory": factory, "name": name, "folder": where, "options": dict(options or {})}
         self._limit, self._what, self._count = time_limit_s, what, workers
         self._jobs: dict[int | None, deque[Job]] = {slot: deque() for slot in (None, *range(workers))}
         self._lock = threading.Lock()
@@ -225,11 +227,11 @@ class Processes:
             return
         job = worker.batch.popleft()
         worker.deadline = time.monotonic() + self._limit_of(worker.batch[0]) if worker.batch else None
-        seconds = reply.pop("seconds", 0.0)
-        if "raised" in reply:
-            self._finish(job, {}, f"it raised {reply['raised']}", "raised", seconds)
+        seconds, answer = reply["seconds"], reply["reply"]
+        if "raised" in answer:
+            self._finish(job, {}, f"it raised {answer['raised']}", "raised", seconds)
         else:
-            self._finish(job, reply, None, "", seconds)
+            self._finish(job, answer, None, "", seconds)
 
     def _finish(self, job: Job, reply: dict[str, Any], failed: str | None, kind: str, seconds: float) -> None:
         self.counters[kind or "done"] += 1
@@ -238,36 +240,32 @@ class Processes:
     def _expired(self, worker: _Worker) -> None:
         if not worker.ready:
             raise LaunchError(
-                f"a worker for the {self._what} did not start within {_START_S:g} s; see its module's imports"
+                f"a worker for the {self._what} did not start in {_START_S:g} s; see its module's imports"
             )
         job = worker.batch.popleft()
+        self._replace(worker)
         limit = self._limit_of(job)
         self._finish(job, {}, f"it took longer than its limit of {limit:g} s", "timed_out", limit)
-        self._replace(worker)
 
     def _lost(self, worker: _Worker) -> None:
+        end = _status(worker.kill())
+        job = None
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= _STARTS:
                 raise LaunchError(
-                    f"{_STARTS} workers for the {self._what} ended while they started, the last with "
-                    f"{_status(worker.kill())}; run its module with python to see why"
+                    f"{_STARTS} workers for the {self._what} ended while they started, the last with {end}; "
+                    "run its module with python to see why"
                 )
         elif worker.batch:
-            job = worker.batch.popleft()
-            job.deaths += 1
-            if job.deaths > 1:
-                self._finish(
-                    job,
-                    {},
-                    f"its process died twice, the second time with {_status(worker.kill())}",
-                    "died",
-                    0.0,
-                )
+            worker.batch[0].deaths += 1
+            if worker.batch[0].deaths > 1:
+                job = worker.batch.popleft()
             else:
                 self.counters["retried"] += 1
-                worker.batch.appendleft(job)
         self._replace(worker)
+        if job is not None:
+            self._finish(job, {}, f"its process died twice, the second time with {end}", "died", 0.0)
 
     def _replace(self, worker: _Worker) -> None:
         with self._lock:
@@ -316,7 +314,7 @@ class _Worker:
         except OSError as error:
             self.channel.close()
             raise LaunchError(
-                f"a worker process cannot be started: {error.strerror}; free memory or processes"
+                f"a worker process cannot start: {error.strerror}; free memory or processes"
             ) from error
         finally:
             theirs.close()
@@ -366,7 +364,10 @@ class _Worker:
                 return found, True
             if len(self._read) < LENGTH.size + length:
                 break
-            found.append(json.loads(self._read[LENGTH.size : LENGTH.size + length]))
+            try:
+                found.append(json.loads(self._read[LENGTH.size : LENGTH.size + length]))
+            except ValueError:  # the user's function wrote to the connection
+                return found, True
             del self._read[: LENGTH.size + length]
         return found, ended
 
@@ -382,4 +383,5 @@ class _Worker:
 
 
 def _status(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return names.get(-code, f"signal {-code}") if code < 0 else f"exit code {code}"

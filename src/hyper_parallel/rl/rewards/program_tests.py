@@ -3,10 +3,10 @@
 The program is the last fenced block of the answer that is not marked as another language than Python; without a fence,
 the whole answer. Row: `tests`, a list of
 
-- `{"input": text, "output": text}`: the program reads standard input; output is compared without trailing white space;
+- `{"input": text, "output": text}`: the program reads standard input; outputs are compared without trailing spaces;
 - `{"expression": "f(1, 2)", "value": 3}`: evaluated after the program; the value is compared as JSON;
-- `"assert f(1, 2) == 3"`: as the second kind where the right side is a literal of JSON. Any other assertion is evaluated
-  beside the program, which can therefore forge its result; prefer the other kinds;
+- `"assert f(1, 2) == 3"`: as the second kind where the right side is a literal of JSON. Any other assertion is
+  evaluated beside the program, which can therefore forge its result; prefer the other kinds;
 
 and optional `score` (`all`: 1 if all tests pass, the default, or `fraction`), `wall_s` (for each test) and
 `memory_bytes`. Expected outputs and values never enter the sandbox.
@@ -77,7 +77,7 @@ def code(
 
     `isolation`: see `sandbox.run`. Raises DataError for a row whose tests are none.
     """
-    tests = tests_of(task)
+    tests = read_tests(task)
     score = task.get("score", "all")
     if score not in ("all", "fraction"):
         raise DataError(f"the row's score is {score!r}; it is 'all' or 'fraction'")
@@ -100,7 +100,7 @@ def program_of(answer: str) -> str:
     return blocks[-1] if blocks else answer
 
 
-def tests_of(task: Mapping[str, Any]) -> list[Test]:
+def read_tests(task: Mapping[str, Any]) -> list[Test]:
     """The tests of a row. Raises DataError, which names the test."""
     given = task.get("tests")
     if not isinstance(given, list) or not given or len(given) > _TESTS:
@@ -111,15 +111,11 @@ def tests_of(task: Mapping[str, Any]) -> list[Test]:
 def _test(given: Any, number: int) -> Test:
     if isinstance(given, str):
         return _assertion(given, number)
-    if isinstance(given, Mapping) and given.keys() == {"input", "output"}:
-        if isinstance(given["input"], str) and isinstance(given["output"], str):
-            return Test(stdin=given["input"], expected=given["output"])
-    elif (
-        isinstance(given, Mapping)
-        and given.keys() == {"expression", "value"}
-        and isinstance(given["expression"], str)
-    ):
-        return Test(expression=given["expression"], expected=given["value"])
+    match given:
+        case {"input": str(stdin), "output": str(expected)} if len(given) == 2:
+            return Test(stdin=stdin, expected=expected)
+        case {"expression": str(expression), "value": value} if len(given) == 2:
+            return Test(expression=expression, expected=value)
     raise DataError(
         f"test {number} of the row is none; write {{'input': text, 'output': text}}, {{'expression': text, 'value': "
         "JSON}} or an assert statement"

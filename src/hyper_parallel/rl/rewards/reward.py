@@ -1,8 +1,8 @@
 """Reward functions: their signature, and how a run file names them.
 
-A reward function is `reward(prompt, answer, task) -> float`. `prompt` is a text or a list of chat messages, `answer` the
-text that the policy generated, `task` the row of the task file, which holds what the function needs: a reference answer
-(`answer`), tests (`tests`) and so on.
+A reward function is `reward(prompt, answer, task) -> float`. `prompt` is a text or a list of chat messages, `answer`
+the text that the policy generated, `task` the row of the task file, which holds what the function needs: a reference
+answer (`answer`), tests (`tests`) and so on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,13 +44,18 @@ class Reward:
     """Wall time in the worker, or until it was killed."""
 
 
-def load_reward(name: str, folder: str | Path | None = None) -> RewardFunction:
+def load_reward(
+    name: str, folder: str | Path | None = None, options: Mapping[str, Any] | None = None
+) -> RewardFunction:
     """The reward function of a name: `exact_match`, `math`, `code`, `package.module:function` or `file.py:function`.
 
-    `folder`: of the run file, where relative files and modules are looked for first. Imports the user's code. Raises
-    ConfigError, in one line, for a name without a function.
+    `folder`: of the run file, where relative files and modules are looked for first. `options`: further keyword
+    arguments of each call, such as the `isolation` of `code`. Imports the user's code. Raises ConfigError, in one line,
+    for a name without a function and for an option that the function does not take.
     """
-    function: RewardFunction = load_callable(name, "a reward", BUILTIN, folder)
+    function: RewardFunction = with_options(
+        load_callable(name, "a reward", BUILTIN, folder), name, options or {}, 3
+    )
     return function
 
 
@@ -80,6 +87,21 @@ def load_callable(name: str, what: str, builtin: Mapping[str, str], folder: str 
             f"{module_name} has no function {attribute!r} for {what}{nearest(attribute, callables)}; define it there"
         )
     return found
+
+
+def with_options(function: Any, name: str, options: Mapping[str, Any], arguments: int) -> Any:
+    """`function` with `options` bound, checked against its signature after a number of positional `arguments`."""
+    if not options:
+        return function
+    try:
+        signature(function).bind(*[None] * arguments, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"the options of {name!r}, {dict(options)}, do not fit it: {error}; mend them"
+        ) from error
+    except ValueError:  # a function in C without a signature
+        pass
+    return partial(function, **options)
 
 
 def _module(name: str, folder: Path) -> ModuleType:

@@ -27,9 +27,10 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from types import CodeType
+from typing import Any, Literal
 
-from hyper_parallel.errors import ConfigError
+from hyper_parallel.errors import ConfigError, LaunchError
 
 Isolation = Literal["required", "preferred", "none"]
 End = Literal["exit", "signal", "cpu time", "wall time", "output", "lost"]
@@ -79,7 +80,7 @@ class Outcome:
     """How a program ended."""
 
     ended: End
-    """`exit` and `signal`: by itself; the others name the limit. `lost`: its supervisor ended without a report."""
+    """`exit` and `signal`: by itself; the others name the limit. `lost`: it killed its supervisor."""
     code: int
     """The exit code or the signal's number; 0 for the other ends."""
     stdout: bytes
@@ -102,7 +103,8 @@ def run(
     """Run a Python program and return how it ended.
 
     `isolation`: `required` raises ConfigError where the machine does not isolate network, processes and files;
-    `preferred` warns once; `none` sets limits only. Any thread may call it; the program dies with that thread.
+    `preferred` warns once; `none` sets limits only. Any thread may call it; the program dies with that thread. Raises
+    LaunchError when the machine cannot start the program, which says nothing about the program.
     """
     limits = limits or Limits()
     start = time.monotonic()
@@ -123,7 +125,7 @@ def run(
         raise ConfigError(f"the sandbox cannot start {_interpreter()}: {error.strerror}; mend it") from error
     finally:
         os.close(theirs)
-    settings = {
+    settings: dict[str, Any] = {
         "parent": os.getpid(),
         "status": theirs,
         "isolate": isolation != "none",
@@ -152,7 +154,17 @@ def run(
         )
     if reading.missing and isolation == "preferred":
         _warn_once(reading.missing)
+    if ended is None and ["ready"] not in reading.report:
+        said = reading.output[1].decode(errors="replace").strip().splitlines() or ["no message"]
+        raise LaunchError(
+            f"the sandbox could not start a program: {said[-1][:200]}; free memory or processes"
+        )
     return _outcome(reading, ended, limits, time.monotonic() - start)
+
+
+def check(isolation: Isolation = "preferred") -> None:
+    """Find out what this machine isolates: raises ConfigError, or warns, as `run` does."""
+    run("pass", isolation=isolation)
 
 
 class _Reading:
@@ -271,6 +283,12 @@ def _outcome(reading: _Reading, ended: End | None, limits: Limits, wall_s: float
 _warned = False
 
 
+def quiet() -> None:
+    """No warning from this process: another one has warned."""
+    global _warned
+    _warned = True
+
+
 def _warn_once(missing: tuple[str, ...]) -> None:
     global _warned
     if not _warned:
@@ -287,7 +305,7 @@ def _listed(words: tuple[str, ...]) -> str:
 
 
 @cache
-def _launcher() -> object:
+def _launcher() -> CodeType:
     """The launcher's code. Compiled once here, since an interpreter would compile a script at each start."""
     path = Path(__file__).with_name("sandbox_launcher.py")
     return compile(path.read_text(encoding="utf-8"), "launcher", "exec")
@@ -302,7 +320,16 @@ def _interpreter() -> str:
 @cache
 def _readable_paths() -> list[str]:
     """Files and folders that a program can read: those of Python and of the shared libraries that it loads."""
-    wanted = ["/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.base_exec_prefix]
+    wanted = [
+        "/usr",
+        "/bin",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/etc/ld.so.cache",
+        sys.base_prefix,
+        sys.base_exec_prefix,
+    ]
     if sys.base_prefix.startswith("/nix/store/"):
         wanted.append("/nix/store")
     found: list[str] = []

@@ -33,7 +33,8 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
 )
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _DETACH = 2
-_PDEATHSIG, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38
+_PDEATHSIG, _DUMPABLE, _KEEPCAPS, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 8, 36, 38
+_DAC_READ_SEARCH = 1 << 2
 _CAPABILITY_VERSION = 0x20080522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "loongarch64": 41, "ppc64le": 203}
 _NSFLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
@@ -66,7 +67,7 @@ def main(settings: dict[str, Any], program: str) -> None:
     if folder:
         os.mkdir(folder, 0o700)
         os.chdir(folder)
-    user = _user(settings, folder, private, identity)
+    user, reads = _user(folder, identity)
     if linux and not private:
         _libc.prctl(_SUBREAPER, 1)
     # Of the first process and, in a user namespace, of this one.
@@ -77,9 +78,9 @@ def main(settings: dict[str, Any], program: str) -> None:
     first = os.fork()
     if first:
         os.close(alive)
-        _wait(first, private, status)
+        _wait(first, private, user, status)
     os.close(held)
-    _drop(user)
+    _drop(user, reads)
     if linux:
         _libc.prctl(_PDEATHSIG, _KILL)
         _libc.prctl(_DUMPABLE, 0)  # so that the program cannot trace the first process
@@ -88,9 +89,10 @@ def main(settings: dict[str, Any], program: str) -> None:
     child = os.fork()
     if child:
         _reap(child, status)
-    os.close(status)
     os.close(alive)
     _limit(settings, others)
+    os.write(status, b"ready\n")
+    os.close(status)
     _execute(program)
 
 
@@ -179,34 +181,39 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _user(settings: dict[str, Any], folder: str, private: bool, identity: bool) -> int | None:
-    """The user id to change to; None if this process is not root, or if another user could not read the library."""
+def _user(folder: str, identity: bool) -> tuple[int | None, bool]:
+    """(the user id to change to, whether it needs root's right to read); None if this process is not root."""
     if identity or os.getuid():
-        return None
+        return None, False
     user = _FIRST_UID + os.getpid() % 0x10000000
-    if folder:
-        library = os.path.dirname(os.__file__)
-        try:
-            os.chown(folder, user, user)
-            os.seteuid(user)
-            os.listdir(library)
-        except OSError:
-            user = 0
-        finally:
-            os.seteuid(0)
-    return user or None
+    if not folder:
+        return user, False
+    os.chown(folder, user, user)
+    library = os.path.dirname(os.__file__)
+    os.seteuid(user)
+    try:
+        os.listdir(library)
+        return user, False
+    except OSError:  # an interpreter below /root
+        return user, True
+    finally:
+        os.seteuid(0)
 
 
-def _drop(user: int | None) -> None:
-    """Give up every privilege, for good."""
+def _drop(user: int | None, reads: bool) -> None:
+    """Give up every privilege, for good, except reading (`reads`)."""
+    linux = sys.platform.startswith("linux")
     if user is not None:
+        if linux and reads:
+            _libc.prctl(_KEEPCAPS, 1)
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    if sys.platform.startswith("linux"):
+    if linux:
         _libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
         header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-        _libc.capset(header, (ctypes.c_uint32 * 6)())
+        right = _DAC_READ_SEARCH if reads else 0
+        _libc.capset(header, (ctypes.c_uint32 * 6)(right, right))
 
 
 def _limit(settings: dict[str, Any], others: int) -> None:
@@ -248,17 +255,17 @@ def _execute(program: str) -> None:
         sys.exit(1)
 
 
-def _wait(first: int, private: bool, status: int) -> NoReturn:
+def _wait(first: int, private: bool, user: int | None, status: int) -> NoReturn:
     """Wait for the first process. The launcher holds no end of a pipe that the program writes to."""
     for descriptor in (0, 1, 2, status):
         os.close(descriptor)
     if private:
         os.waitpid(first, 0)
         os._exit(0)
-    import _signal  # the module `signal` takes as long to import as all the rest
+    import _signal  # type: ignore[import-not-found]  # `signal` takes as long to import as all the rest
 
     def end(*_: object) -> None:
-        _kill_descendants()
+        _kill_descendants(user)
         os._exit(0)
 
     _signal.signal(_TERM, end)
@@ -288,26 +295,40 @@ def _ended(pipe: int) -> bool:
     return bool(select.select([pipe], [], [], 0)[0])
 
 
-def _kill_descendants() -> None:
-    """Kill this process's descendants, over and over until there is none: they may fork meanwhile."""
+def _kill_descendants(user: int | None) -> None:
+    """Kill all processes of the program's own user, or else this process's descendants, over and over until there is
+    none: they may fork meanwhile.
+    """
+    if user is not None:
+        killer = os.fork()
+        if not killer:
+            os.setresuid(user, user, user)
+            _kill(-1)
+            os._exit(0)
+        os.waitpid(killer, 0)
     for _ in range(1000):
         parents = {pid: parent for pid, parent, _, _ in _processes()}
-        ours, wave = set(), {os.getpid()}
+        ours: set[int] = set()
+        wave = {os.getpid()}
         while wave:
             wave = {pid for pid, parent in parents.items() if parent in wave} - ours
             ours |= wave
         if not ours:
             return
         for pid in ours:
-            try:
-                os.kill(pid, _KILL)
-            except OSError:
-                pass
+            _kill(pid)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except OSError:
             pass
+
+
+def _kill(pid: int) -> None:
+    try:  # noqa: SIM105 (to import contextlib takes longer than the rest)
+        os.kill(pid, _KILL)
+    except OSError:
+        pass
 
 
 def _processes_of(user: int) -> int:

@@ -1,7 +1,7 @@
 """A worker process of a pool: reads jobs, calls a handler, and writes replies, one frame each.
 
 A frame is the length in 4 bytes and a JSON text. The first frame of the parent names the handler; the worker answers
-`{"ready": true}` or `{"error": line}`. Then each frame is a list of messages, which are answered one by one, so that the
+`{"ready": true}` or `{"error": line}`. Then each frame is a list of messages, which are answered one by one, since the
 parent's time limit holds for each.
 """
 
@@ -40,19 +40,21 @@ def main(descriptor: int, parent: int) -> None:
         for message in _read(channel):
             began = time.monotonic()
             try:
-                reply = handler(message)
-                frame = json.dumps(reply)
+                reply = json.dumps(handler(message))
             except BaseException as error:
-                reply = {"raised": line_of(error)}
-                frame = json.dumps(reply)
-            _send(channel, frame[:-1] + f', "seconds": {time.monotonic() - began:.6f}}}')
+                reply = json.dumps({"raised": line_of(error)})
+            _send(channel, f'{{"seconds": {time.monotonic() - began:.6f}, "reply": {reply}}}')
 
 
-def rewards(name: str, folder: str) -> Handler:
+def rewards(name: str, folder: str, options: dict[str, Any]) -> Handler:
     """The handler that calls a reward function; the reply holds `value`, or the reason under `failed`."""
     from hyper_parallel.rl.rewards.reward import load_reward
 
-    function = load_reward(name, folder)
+    function = load_reward(name, folder, options)
+    if name == "code":
+        from hyper_parallel.rl.rewards.sandbox import quiet
+
+        quiet()  # the pool has warned
 
     def handle(message: dict[str, Any]) -> dict[str, Any]:
         return number_of(function(message["prompt"], message["answer"], message["task"]))
@@ -95,8 +97,8 @@ def _handler(start: dict[str, Any]) -> Handler:
 
     module, _, name = start["factory"].partition(":")
     sys.path.insert(0, start["folder"])
-    factory: Callable[[str, str], Handler] = getattr(importlib.import_module(module), name)
-    return factory(start["name"], start["folder"])
+    factory: Callable[[str, str, dict[str, Any]], Handler] = getattr(importlib.import_module(module), name)
+    return factory(start["name"], start["folder"], start["options"])
 
 
 def _read(channel: socket.socket) -> Any:

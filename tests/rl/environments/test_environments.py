@@ -1,0 +1,77 @@
+"""Environments in one process: turns, rewards, the calculator, and which tokens are the policy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.rl.environments.calculator import CALLS, Calculator, evaluated
+from hyper_parallel.rl.environments.environment import Turn, load_environment, token_mask
+
+TASK = {"prompt": "3*(4+5)=", "answer": "27"}
+
+
+def test_a_single_turn() -> None:
+    environment = load_environment("single_turn:math")()
+    assert environment.reset(TASK) == "3*(4+5)="
+    assert environment.step("54/2") == Turn(reward=1.0, done=True)
+    assert environment.step("28") == Turn(reward=0.0, done=True)
+
+
+def test_the_calculator() -> None:
+    environment = load_environment("calculator")()
+    assert environment.reset(TASK) == "3*(4+5)="
+    assert environment.step("<calc>4+5</calc> and <calc>3*(4+5)</calc>") == Turn(text="<result>27</result>")
+    assert environment.step("<calc>1/0</calc>") == Turn(text="<result>error: division by zero</result>")
+    assert environment.step("It is \\boxed{27}") == Turn(reward=1.0, done=True)
+    environment.reset(TASK)
+    assert environment.step("26") == Turn(done=True)
+
+
+def test_calls_are_limited() -> None:
+    environment = Calculator()
+    environment.reset(TASK)
+    assert not any(environment.step("<calc>1</calc>").done for _ in range(CALLS))
+    assert environment.step("<calc>1</calc>") == Turn(done=True)
+    environment.reset(TASK)
+    assert not environment.step("<calc>1</calc>").done
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2/4", "1/2"),
+        ("-3", "-3"),
+        ("x", "error: it is no rational number"),
+        ("import os", "error: 'import' is a word"),
+    ],
+)
+def test_values(text: str, value: str) -> None:
+    assert evaluated(text) == value
+
+
+def test_names() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
+        load_environment("calculatr")
+    with pytest.raises(ConfigError, match="did you mean 'math'"):
+        load_environment("single_turn:maths")
+
+
+def test_a_row_without_a_prompt() -> None:
+    rows: list[dict[str, Any]] = [{}, {"prompt": 3}, {"prompt": []}, {"prompt": ["hi"]}]
+    for row in rows:
+        with pytest.raises(DataError, match="under the key 'prompt'"):
+            Calculator().reset(row)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 9)), st.booleans())))
+def test_the_mask_marks_the_tokens_of_the_policy(segments: list[tuple[list[int], bool]]) -> None:
+    tokens, drawn = token_mask(segments)
+    assert len(tokens) == len(drawn)
+    assert [token for token, own in zip(tokens, drawn, strict=True) if own] == [
+        token for ids, own in segments if own for token in ids
+    ]
