@@ -42,11 +42,21 @@ def serve_store(host: str, port: int = 0) -> ServedStore:
     return ServedStore(store, host, taken)
 
 
+@dataclass(eq=False)
+class Pending:
+    """A transfer under way. Its group ends it, since a work that is kept keeps the connections open."""
+
+    tensor: Tensor
+    """What is sent, or where it comes to."""
+    work: dist.Work | None
+
+
 class StandaloneGroup:
     """Point-to-point transfers among `world` processes. The k-th send to a rank meets its k-th receive."""
 
     def __init__(self, group: dist.ProcessGroupGloo) -> None:
         self._group: dist.ProcessGroupGloo | None = group
+        self._pending: set[Pending] = set()
 
     @classmethod
     def connect(
@@ -76,32 +86,47 @@ class StandaloneGroup:
         except RuntimeError as error:  # of the distributed package, and gloo's
             raise PeerError(f"the ranks have not met within {seconds:g} s ({_first_line(error)})") from error
 
-    def send(self, tensor: Tensor, to: int) -> dist.Work:
+    def send(self, tensor: Tensor, to: int) -> Pending:
         """Begin to send; the tensor stays as it is until `wait`."""
-        return self._begun(lambda group: group.send([tensor], to, 0))
+        return self._begun(tensor, lambda group: group.send([tensor], to, 0))
 
-    def receive(self, tensor: Tensor, sender: int) -> dist.Work:
+    def receive(self, tensor: Tensor, sender: int) -> Pending:
         """Begin to receive into a tensor of exactly the size that is sent."""
-        return self._begun(lambda group: group.recv([tensor], sender, 0))
+        return self._begun(tensor, lambda group: group.recv([tensor], sender, 0))
 
-    def _begun(self, begin: Callable[[dist.ProcessGroupGloo], dist.Work]) -> dist.Work:
-        if self._group is None:
+    def _begun(self, tensor: Tensor, begin: Callable[[dist.ProcessGroupGloo], dist.Work]) -> Pending:
+        group = self._group
+        if group is None:
             raise PeerError("the group is closed")
         try:
-            return begin(self._group)
+            pending = Pending(tensor, begin(group))
         except RuntimeError as error:
             raise PeerError(_first_line(error)) from error
+        self._pending.add(pending)
+        return pending
 
-    def wait(self, work: dist.Work, seconds: float) -> None:
-        """Wait for a transfer. Raises PeerError when it has not ended within `seconds`, or the other rank is gone."""
+    def wait(self, pending: Pending, seconds: float) -> Tensor:
+        """Wait for a transfer; its tensor. Raises PeerError when it is not over within `seconds`, or the other rank is
+        gone: then the group is of no more use."""
+        work, pending.work = pending.work, None
+        self._pending.discard(pending)
         try:
+            if work is None:
+                raise PeerError("the group is closed")
             work.wait(timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError as error:
             raise PeerError(_first_line(error)) from error
+        finally:
+            del work  # the error's traceback has this frame, and a work keeps the connections open
+        return pending.tensor
 
     def close(self) -> None:
-        """Close the connections. Transfers under way end with an error, here and on the other ranks."""
+        """Close the connections: the other ranks' transfers end with an error. A thread that waits here goes on until
+        its time is over."""
         group, self._group = self._group, None
+        for pending in list(self._pending):
+            pending.work = None
+        self._pending.clear()
         if group is not None:
             group.abort()
 

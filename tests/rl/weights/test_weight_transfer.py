@@ -104,7 +104,7 @@ def test_versions_one_after_the_other(dtype: Any, delta: bool) -> None:
     assert isinstance(sent, list)
     ((first, second, third),) = sent
     if delta:
-        assert third - second < second - first < first / 4
+        assert third - second == second - first < first / 4
     else:
         assert third - second == second - first == first
 

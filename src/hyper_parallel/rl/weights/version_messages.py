@@ -6,18 +6,14 @@ import time
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.compat.standalone_group import PeerError
+from hyper_parallel.compat.standalone_group import PeerError, Pending
 from hyper_parallel.errors import WeightsError
 from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
 from hyper_parallel.rl.weights.link import Link
 from hyper_parallel.rl.weights.payload import apply_difference, box_of, checksum, pack, unpack
 from hyper_parallel.rl.weights.plan import Message
-
-Begun = tuple[Tensor, dist.Work]
-"""Memory that is sent or received, and what to wait for."""
 
 
 class VersionMessages:
@@ -31,29 +27,29 @@ class VersionMessages:
         self.version, self.staged = version, staged
         self._link, self._held = link, held
         self._began, self._seconds = time.monotonic(), seconds
-        self._sends: list[tuple[Message, Begun]] = []
+        self._sends: list[tuple[Message, Pending]] = []
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Begin to send, and keep the tensor until it is sent."""
         try:
-            work = self._link.group.send(tensor, message.receiver)
+            pending = self._link.group.send(tensor, message.receiver)
         except PeerError as error:
             raise self._error(message, str(error)) from error
-        self._sends.append((message, (tensor, work)))
+        self._sends.append((message, pending))
 
     def finish_sends(self) -> None:
         """Wait until all is sent."""
-        for message, begun in self._sends:
-            self._wait(message, begun)
+        for message, pending in self._sends:
+            self._wait(message, pending)
 
-    def begin_header(self, message: Message) -> Begun:
+    def begin_header(self, message: Message) -> Pending:
         """Begin to receive a message's header."""
         return self._begin(message, HEADER_BYTES)
 
-    def receive(self, message: Message, place: int, begun: Begun) -> None:
+    def receive(self, message: Message, place: int, pending: Pending) -> None:
         """Receive a message whose header is on its way, check it and unpack it. `place`: the index that is due."""
         try:
-            header = Header.parse(self._wait(message, begun).numpy().tobytes())
+            header = Header.parse(self._wait(message, pending).numpy().tobytes())
         except ValueError as error:
             raise self._error(message, str(error)) from error
         if self.version is None:
@@ -92,21 +88,19 @@ class VersionMessages:
             return f"got {header.length} bytes for {message.named}, which has {message.bytes}"
         return None
 
-    def _begin(self, message: Message, size: int) -> Begun:
+    def _begin(self, message: Message, size: int) -> Pending:
         tensor = torch.empty(size, dtype=torch.uint8)
         try:
-            return tensor, self._link.group.receive(tensor, message.sender)
+            return self._link.group.receive(tensor, message.sender)
         except PeerError as error:
             raise self._error(message, str(error)) from error
 
-    def _wait(self, message: Message, begun: Begun) -> Tensor:
-        tensor, work = begun
+    def _wait(self, message: Message, pending: Pending) -> Tensor:
         try:
-            self._link.group.wait(work, self._began + self._seconds - time.monotonic())
+            return self._link.group.wait(pending, self._began + self._seconds - time.monotonic())
         except PeerError as error:
             took = time.monotonic() - self._began
-            raise self._error(message, f"not over after {took:.1f} s ({error})") from error
-        return tensor
+            raise self._error(message, f"it failed after {took:.1f} s: {error}") from error
 
     def _error(self, message: Message, why: str) -> WeightsError:
         return self._link.error(self.version, message, why)

@@ -1,0 +1,294 @@
+"""Weights from an actor's layouts to a rollout's: bytes and time beside gather-then-broadcast, delta and bfloat16.
+
+    python benchmarks/rl_weights.py            # writes benchmarks/results/rl_weights.json
+    python benchmarks/rl_weights.py --pairs 4  # a look; writes nothing
+
+**Pairs.** 50 pairs of random layouts on groups of 1 to 4 processes. The lower bound is counted element by element, from
+the indices that each rank holds. Gather-then-broadcast gathers whole parameters on the actor's rank 0, with the fewest
+bytes too, and broadcasts them to all ranks of the rollout, which cut out their shards. Both alternate; a time is that
+of the slowest rank, the median of the runs.
+
+**Delta.** A model is trained with AdamW, and after every update the payload in float32 and in bfloat16 is encoded as
+the difference to the last one. It pays on links slower than saved bytes / (seconds to encode and decode).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import measure
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from harness.ranks import run_ranks
+from harness.weight_layouts import held, random_description
+from hyper_parallel.compat.standalone_group import serve_store
+from hyper_parallel.layout import Layout, Mesh
+from hyper_parallel.rl.weights.description import Description, Parameter
+from hyper_parallel.rl.weights.header import HEADER_BYTES
+from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
+from hyper_parallel.rl.weights.meeting import Meeting
+from hyper_parallel.rl.weights.options import TransferOptions
+from hyper_parallel.rl.weights.payload import apply_difference, box_of, difference, pack
+from hyper_parallel.rl.weights.plan import Message, WeightPlan, plan_weights
+from hyper_parallel.rl.weights.transfer import WeightTransfer, connect
+
+MOST = 4
+"""Ranks of a group."""
+WORLD = 2 * MOST
+RUNS = 3
+SECONDS = 120.0
+RATES = (3e-4, 1e-5, 1e-6)
+UPDATES = 12
+
+
+def sides(seed: int) -> tuple[Description, Description]:
+    """A random actor and rollout with the same parameters: 16 of float32, up to 1 MiB each."""
+    draw = random.Random(seed)
+    shapes = {f"p{at}": (draw.randint(64, 512), draw.randint(64, 512)) for at in range(16)}
+    actor = random_description(draw, "actor", shapes, ["float32"], MOST)
+    return actor, random_description(draw, "rollout", shapes, ["float32"], MOST)
+
+
+def collector(actor: Description) -> Description:
+    """Whole parameters on rank 0 of the actor's group."""
+    whole = [
+        Parameter(
+            name=p.name, layout=Layout.replicated(Mesh(), p.layout.shape), dtype=p.dtype, groups=((0,),)
+        )
+        for p in actor.parameters
+    ]
+    return Description(role="collector", world=actor.world, parameters=tuple(whole))
+
+
+def lower_bound(plan: WeightPlan) -> int:
+    """Bytes that the target's ranks lack, element by element."""
+    return sum(
+        held(p, rank).size * one.item_bytes
+        for one, p in zip(plan.parameters, plan.target.parameters, strict=True)
+        for rank in range(plan.target.world)
+    )
+
+
+class Rank:
+    """One process's part of a pair, in both methods."""
+
+    def __init__(self, rank: int, port: int, seed: int) -> None:
+        actor, rollout = sides(seed)
+        self.plan = plan_weights(actor, rollout)
+        self.gathering = plan_weights(actor, collector(actor), colocated=True)
+        self.rank, self.actor, self.rollout = rank, actor, rollout
+        self.gives, self.takes = rank < actor.world, actor.world <= rank < self.plan.world
+        values = {p.name: torch.arange(p.layout.shape[0] * p.layout.shape[1]) for p in actor.parameters}
+        self.whole = {name: torch.empty(0) for name in values}
+        if self.gives:
+            self.source = {p.name: values[p.name].float()[held(p, rank)] for p in actor.parameters}
+            self.whole = {p.name: torch.zeros(p.layout.shape) for p in actor.parameters} if rank == 0 else {}
+        if self.takes:
+            self.wanted = {
+                p.name: values[p.name].float()[held(p, rank - actor.world)] for p in rollout.parameters
+            }
+            self.target = {name: torch.zeros_like(value) for name, value in self.wanted.items()}
+            self.whole = {p.name: torch.zeros(p.layout.shape) for p in rollout.parameters}
+        self.link = self._link(self.plan, port, f"ours {seed}") if rank < self.plan.world else None
+        self.gather = self._link(self.gathering, port, f"gather {seed}", self.whole) if self.gives else None
+        members = [0, *range(actor.world, self.plan.world)]
+        self.broadcast = dist.new_group(members)
+        self.version = 0
+
+    def _link(
+        self, plan: WeightPlan, port: int, name: str, whole: dict[str, torch.Tensor] | None = None
+    ) -> WeightTransfer:
+        target = whole if whole is not None else self.target if self.takes else None
+        return connect(
+            plan,
+            self.rank,
+            Meeting(host="127.0.0.1", port=port, link=name),
+            source=(lambda: self.source) if self.gives else None,
+            target=None if target is None else lambda: target,
+            seconds=SECONDS,
+        )
+
+    def point_to_point(self) -> None:
+        """The plan."""
+        self.version += 1
+        if self.link is None:
+            return
+        if self.gives:
+            self.link.send(self.version)
+        else:
+            self.link.install(self.link.receive())
+
+    def gather_then_broadcast(self) -> None:
+        """The other method."""
+        self.version += 1
+        if self.gather is not None:
+            self.gather.install(self.gather.exchange(self.version))
+        if self.takes or self.rank == 0:
+            for one in self.plan.parameters:
+                dist.broadcast(self.whole[one.source], 0, group=self.broadcast)
+        if self.takes:
+            for p in self.rollout.parameters:
+                for box in p.layout.boxes(p.layout.mesh.coordinate(self.rank - self.actor.world)):
+                    self.target[p.name][box.local_slices] = self.whole[p.name][box.global_slices]
+
+    def right(self) -> bool:
+        """Whether the target has what it should, which is then erased."""
+        if not self.takes:
+            return True
+        equal = all(torch.equal(self.target[name], value) for name, value in self.wanted.items())
+        for value in self.target.values():
+            value.zero_()
+        return equal
+
+    def close(self) -> None:
+        """End the connections."""
+        for link in (self.link, self.gather):
+            if link is not None:
+                link.close()
+        if self.takes or self.rank == 0:
+            dist.destroy_process_group(self.broadcast)
+
+
+def worker(rank: int, world: int, port: int, pairs: int) -> list[dict[str, Any]]:
+    """All pairs, on one rank."""
+    rows = []
+    for seed in range(pairs):
+        one = Rank(rank, port, seed)
+        times: dict[str, list[float]] = {"point_to_point": [], "gather_then_broadcast": []}
+        for _ in range(RUNS):
+            for method, seconds in times.items():
+                seconds.append(measure.timed(getattr(one, method), world))
+                assert one.right(), f"pair {seed}: {method} on rank {rank}"
+        moved = torch.tensor(0 if one.link is None else one.link.sent_bytes // RUNS)
+        dist.all_reduce(moved)
+        headers = sum(1 for _ in one.plan.messages()) * HEADER_BYTES
+        size = sum(p.layout.shape[0] * p.layout.shape[1] * 4 for p in one.actor.parameters)
+        rows.append(
+            {
+                "actor": dict(one.actor.parameters[0].layout.mesh.axes),
+                "rollout": dict(one.rollout.parameters[0].layout.mesh.axes),
+                "bytes": int(moved) - headers,
+                "lower_bound": lower_bound(one.plan),
+                "crossing": one.plan.crossing_bytes,
+                "model": size,
+                "headers": headers,
+                "gather_then_broadcast_bytes": one.gathering.moved_bytes + one.rollout.world * size,
+                "gather_then_broadcast_crossing": one.rollout.world * size,
+                "seconds": {method: statistics.median(seconds) for method, seconds in times.items()},
+            }
+        )
+        dist.barrier()
+        one.close()
+    return rows
+
+
+def deltas() -> list[dict[str, Any]]:
+    """Bytes and time of differences between the versions of a model that trains."""
+    rows = []
+    for rate in RATES:
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=128,
+                intermediate_size=384,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                vocab_size=1000,
+            )
+        )
+        described = describe(model, "actor")
+        plans = {
+            dtype: plan_weights(described, replace(described, role="rollout"), TransferOptions(dtype=dtype))
+            for dtype in (None, "bfloat16")
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        last: dict[Any, list[torch.Tensor]] = {}
+        figures: dict[Any, list[tuple[int, int, float]]] = {dtype: [] for dtype in plans}
+        for update in range(UPDATES):
+            tokens = torch.randint(0, 1000, (8, 64))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for dtype, plan in plans.items():
+                payloads = _payloads(plan, model)
+                if update > 1:
+                    figures[dtype].append(_difference(plan, payloads, last[dtype]))
+                last[dtype] = payloads
+        for dtype, found in figures.items():
+            full, sent = found[0][0], statistics.mean(row[1] for row in found)
+            seconds = statistics.median(row[2] for row in found)
+            rows.append(
+                {
+                    "lr": rate,
+                    "dtype": dtype or "float32",
+                    "full_bytes": full,
+                    "delta_bytes": round(sent),
+                    "ratio": sent / full,
+                    "seconds": seconds,
+                    "pays_below_bytes_per_second": (full - sent) / seconds,
+                }
+            )
+    return rows
+
+
+def _payloads(plan: WeightPlan, model: Any) -> list[torch.Tensor]:
+    tensors = local_tensors(model)
+    return [
+        pack(message, lambda part: box_of(tensors[part.parameter.source], part.give))
+        for message in _sent(plan)
+    ]
+
+
+def _sent(plan: WeightPlan) -> list[Message]:
+    return list(plan.messages())
+
+
+def _difference(plan: WeightPlan, new: list[torch.Tensor], old: list[torch.Tensor]) -> tuple[int, int, float]:
+    """Bytes of the payloads and of their differences, and seconds to encode and decode these."""
+    began, sent = time.perf_counter(), 0
+    for message, mine, theirs in zip(_sent(plan), new, old, strict=True):
+        encoded = difference(message, mine, theirs)
+        sent += encoded.numel()
+        if encoded is not mine:
+            assert torch.equal(apply_difference(message, encoded, theirs), mine)
+    return sum(one.numel() for one in new), sent, time.perf_counter() - began
+
+
+def main() -> None:
+    """Run everything, print the summary and write the result."""
+    given = argparse.ArgumentParser()
+    given.add_argument("--pairs", type=int, default=50)
+    pairs = given.parse_args().pairs
+    torch.set_num_threads(1)
+    served = serve_store("127.0.0.1")
+    began = time.perf_counter()
+    rows: list[dict[str, Any]] = run_ranks(worker, WORLD, served.port, pairs, timeout=60 + 20.0 * pairs)[0]
+    minimal = sum(row["bytes"] == row["lower_bound"] for row in rows)
+    quicker = [row["seconds"]["gather_then_broadcast"] / row["seconds"]["point_to_point"] for row in rows]
+    fewer = [row["gather_then_broadcast_bytes"] / row["bytes"] for row in rows]
+    summary = {
+        "pairs": len(rows),
+        "equal_to_the_lower_bound": minimal,
+        "times_fewer_bytes": statistics.median(fewer),
+        "times_quicker": statistics.median(quicker),
+        "times_quicker_least": min(quicker),
+        "times_quicker_most": max(quicker),
+        "quicker_in": sum(one > 1 for one in quicker),
+    }
+    print(summary, f"{time.perf_counter() - began:.0f} s")
+    delta = deltas()
+    for row in delta:
+        print(row)
+    if pairs == 50:
+        print(measure.write("rl_weights", {"runs": RUNS, "summary": summary, "delta": delta, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
