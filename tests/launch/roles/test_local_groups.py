@@ -349,4 +349,6 @@ def test_an_engine_that_is_closed_leaves_no_process_and_fails_what_is_open(
     engine.close()
     with pytest.raises(LaunchError, match="the engine is closed"):
         engine.start(group_config(folder, "another"), timeout_s=STARTS_S)
+    with pytest.raises(LaunchError, match="the engine is closed"):
+        actor.restart(timeout_s=STARTS_S)
     assert server is not None and fork_server() is server, "it serves this process's next run"

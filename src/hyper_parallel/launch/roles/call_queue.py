@@ -11,7 +11,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from hyper_parallel.launch.roles.messages import WorkerReport, plain
 
 SETTLE_S = 3.0
 """Seconds that a rank's error waits for the other ranks to answer, and a lost connection for what explains it."""
+_SHOWN = 4
+"""The most workers that an error lists."""
 RESTART = "restart the group to go on"
 
 
@@ -157,7 +159,10 @@ class CallQueue:
             call.answers[rank] = message[2]
         elif kind == "failed":
             call.places[rank] = message[2]
-            call.reports[rank] = message[3]
+            report: WorkerReport = message[3]
+            if not self._exact:  # it may come from another machine, with another clock
+                report = replace(report, failure=replace(report.failure, time=self._clock()))
+            call.reports[rank] = report
 
     def ended(self, rank: int, failure: Failure) -> None:
         """A worker has ended."""
@@ -272,8 +277,8 @@ class CallQueue:
         silent.sort(key=lambda rank: "suspended" not in notes[rank])
         each = "; ".join(
             f"{self.name} {rank} in {call.position(rank)}" + (f", {notes[rank]}" if notes[rank] else "")
-            for rank in silent
-        )
+            for rank in silent[:_SHOWN]
+        ) + (f"; and {len(silent) - _SHOWN} others" if len(silent) > _SHOWN else "")
         text = (
             f"no answer within {call.timeout_s:g} s from {each}; {RESTART}; "
             f"{'its log' if len(silent) == 1 else 'the first log'}: {self._log(silent[0])}"

@@ -313,7 +313,8 @@ class LocalEngine(QueueEngine[LocalGroup]):
             if rank in workers.running and time.monotonic() > since + _STATUS_S:
                 how = "closed its socket and does not end"
                 self._worker_ended(group, workers, rank, Failure(rank, "died", how, since))
-        if queue.look():
+        # A worker may be ready before the server has said its process id.
+        if (workers.pids or workers.closed or time.monotonic() >= queue.next_look()) and queue.look():
             self._kill(group)
         call = queue.to_send()
         if call is not None:

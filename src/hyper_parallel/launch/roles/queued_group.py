@@ -62,20 +62,29 @@ class QueueEngine(ABC, Generic[AnyGroup]):
             yield
         self._wake()
 
+    def check_open(self) -> None:
+        """Raise LaunchError when the engine starts nothing any more."""
+        if self._closed or not self._thread.is_alive():
+            raise LaunchError("the engine is closed; make another one")
+
     def _admit(self, name: str) -> None:
         """Raise LaunchError where no group of this name can be started."""
         with self._changed:
-            if self._closed or not self._thread.is_alive():
-                raise LaunchError("the engine is closed; make another one")
+            self.check_open()
             if name in self._groups:
                 raise LaunchError(
                     f"there is a group {name!r} already; restart it, or name the new one otherwise"
                 )
 
     def _register(self, group: AnyGroup, timeout_s: float) -> AnyGroup:
-        self.begin(group, timeout_s)
-        with self.noticed():
+        with self._changed:  # before its workers can say anything
             self._groups[group.name] = group
+        try:
+            self.begin(group, timeout_s)
+        except BaseException:
+            with self._changed:
+                del self._groups[group.name]
+            raise
         return group
 
     def _postpone(self, overslept: float) -> None:
@@ -132,6 +141,7 @@ class QueuedGroup:
 
     def restart(self, *, timeout_s: float) -> Future:
         """Kill what is left and start anew."""
+        self._engine.check_open()
         self._engine.kill(self, "it was restarted")
         return self._engine.begin(self, timeout_s)
 
