@@ -7,7 +7,7 @@ TESTERS := 2
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test matrix test-llamafactory lint format lock clean
+.PHONY: help venv train test matrix test-llamafactory test-ray lint format lock clean
 
 help: ## Show this
 	@echo "usage: make TARGET"
@@ -31,6 +31,10 @@ test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in a separate envi
 	@tools/venv_llamafactory.sh .venv-llamafactory
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft --durations=15 $(ARGS)
 
+test-ray: ## Groups of Ray actors in a cluster that the tests start, in a separate environment (.venv-ray)
+	@tools/venv_ray.sh .venv-ray
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-ray/bin/python -m pytest -q tests/ray_cluster --durations=15 $(ARGS)
+
 lint: venv ## Style, format, types, the direction of imports, device names in one place, vocabulary
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check --quiet || { echo "not formatted; run: make format"; exit 1; }
@@ -48,5 +52,5 @@ lock: venv ## Rewrite requirements/lock.txt from .venv
 	@mv requirements/lock.txt.new requirements/lock.txt
 
 clean: ## Remove .venv and all caches; runs and checkpoints stay
-	rm -rf $(VENV) .venv-llamafactory .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+	rm -rf $(VENV) .venv-llamafactory .venv-ray .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

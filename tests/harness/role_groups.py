@@ -1,42 +1,55 @@
-"""`run_roles`: two groups of processes, each with a default process group of its own, and the address of a store."""
+"""Groups of `harness.role_host` for tests, and a controller as a process of its own."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import json
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
-from harness.ranks import RanksError, run_ranks
-from hyper_parallel.compat.standalone_group import serve_store
+from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.launch.roles import Instruction, LocalEngine
+
+STARTS_S = 120.0
+"""Enough for a first import of torch on a busy machine."""
 
 
-def run_roles(
-    actor: Callable[..., Any],
-    actors: int,
-    rollout: Callable[..., Any],
-    rollouts: int,
-    *args: Any,
-    timeout: float = 60.0,
-) -> tuple[list[Any] | RanksError, list[Any] | RanksError]:
-    """Run ``actor(rank, world, port, *args)`` on `actors` processes and `rollout` on `rollouts`, at the same time.
+def group_config(folder: Path, name: str, workers: int = 2, **settings: Any) -> RoleLaunch:
+    """A group on the CPU, one thread each."""
+    return RoleLaunch.model_validate(
+        {
+            "name": name,
+            "out": str(folder / "run"),
+            "host": "harness.role_host:RoleHost",
+            "settings": settings,
+            "launch": {"device": "cpu", "threads": 1},
+            "strategy": {"axes": {"replicate": workers}},
+        }
+    )
 
-    `port`: of a store on 127.0.0.1, which this process serves. Each group's results in order of rank, or how it failed.
-    """
-    served = serve_store("127.0.0.1")
-    outcome: dict[str, list[Any] | RanksError] = {}
 
-    def run(name: str, function: Callable[..., Any], world: int) -> None:
-        try:
-            outcome[name] = run_ranks(function, world, served.port, *args, timeout=timeout)
-        except RanksError as error:
-            outcome[name] = error
+def do(operation: str, **arguments: Any) -> Instruction:
+    """An instruction."""
+    return Instruction(operation, arguments)
 
-    threads = [
-        threading.Thread(target=run, args=("actor", actor, actors)),
-        threading.Thread(target=run, args=("rollout", rollout, rollouts)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcome["actor"], outcome["rollout"]
+
+def _controller(folder: Path, ends: str) -> None:
+    """Two groups, whose process ids go to a file; then it ends as `ends` says."""
+    engine = LocalEngine()
+    groups = [engine.start(group_config(folder, name), timeout_s=STARTS_S) for name in ("actor", "rollout")]
+    for group in groups:
+        group.ready.result()
+    busy = groups[0].call([do("sleep", seconds=100)], timeout_s=200)
+    pids = [pid for group in groups for pid in group.pids]
+    (folder / "pids.new").write_text(json.dumps(pids))
+    (folder / "pids.new").rename(folder / "pids")
+    assert "torch" not in sys.modules, "the controller imported torch"
+    if ends == "raises":
+        raise SystemExit("the controller fails")
+    busy.wait()
+    time.sleep(100)
+
+
+if __name__ == "__main__":
+    _controller(Path(sys.argv[1]), sys.argv[2])

@@ -11,7 +11,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from hyper_parallel.launch.roles.messages import WorkerReport, plain
 
 SETTLE_S = 3.0
 """Seconds that a rank's error waits for the other ranks to answer, and a lost connection for what explains it."""
+_SHOWN = 4
+"""The most workers that an error lists."""
 RESTART = "restart the group to go on"
 
 
@@ -39,6 +41,8 @@ class Call:
     timeout_s: float
     what: str
     future: Future
+    exact: bool
+    """Whether every rank says at once which instruction it begins."""
     answers: dict[int, bytes] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
     reports: dict[int, WorkerReport] = field(default_factory=dict)
@@ -49,6 +53,8 @@ class Call:
             return "start"
         names = self.operations[rank]
         place = self.places.get(rank, 0)
+        if not self.exact and rank not in self.places:
+            return " or ".join(dict.fromkeys(names))
         return names[place] if place < len(names) else "answer"
 
     def position(self, rank: int) -> str:
@@ -56,7 +62,9 @@ class Call:
         if not self.number:
             return "its start"
         place = self.places.get(rank)
-        among = f" ({place + 1} of {len(self.operations[rank])})" if place is not None else " (not begun)"
+        among = f" ({place + 1} of {len(self.operations[rank])})" if place is not None else ""
+        if self.exact and place is None:
+            among = " (not begun)"
         return f"{self.operation(rank)}{among}" + (f", {self.what}" if self.what else "")
 
 
@@ -77,9 +85,19 @@ class CallQueue:
     """Not safe for threads: the engine's lock guards it."""
 
     def __init__(
-        self, name: str, size: int, log: Callable[[int], Path], situation: Callable[[int], str]
+        self,
+        name: str,
+        size: int,
+        log: Callable[[int], Path],
+        situation: Callable[[int], str] = lambda rank: "",
+        exact: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`situation`: what else is known of a rank that does not answer, for messages; may be empty."""
+        """`situation`: what else is known of a rank that does not answer, for messages; may be empty. `exact`: whether
+        every rank says at once which instruction it begins; else it is known now and then.
+        """
+        self._exact = exact
+        self._clock = clock
         self.name, self.size = name, size
         self._log, self._situation = log, situation
         self.broken: str | None = "it was not started"
@@ -89,11 +107,16 @@ class CallQueue:
         self._sent = False
         self._ended: dict[int, Failure] = {}
 
+    @property
+    def busy(self) -> bool:
+        """Whether the workers have a call."""
+        return self._current is not None and self._sent
+
     def begin(self, timeout_s: float) -> Future:
         """New workers start; the future ends when all host objects are there. Their messages have call number 0."""
-        now = time.monotonic()
+        now = self._clock()
         future = Future(f"the start of group {self.name!r}", now + timeout_s)
-        self._current = Call(0, [()] * self.size, [], now + timeout_s, timeout_s, "", future)
+        self._current = Call(0, [()] * self.size, [], now + timeout_s, timeout_s, "", future, self._exact)
         self._sent, self._ended, self.broken = True, {}, None
         return future
 
@@ -101,7 +124,7 @@ class CallQueue:
         self, lists: Sequence[Sequence[Instruction]], sent: Sequence[bytes], timeout_s: float, what: str
     ) -> Future:
         """Queue a call; `sent`: the lists as they are sent."""
-        now = time.monotonic()
+        now = self._clock()
         operations = [[one.operation for one in given] for given in lists]
         names = ", ".join(dict.fromkeys(name for given in operations for name in given))
         described = f"{self.name}: {names or 'nothing'}" + (f", {what}" if what else "")
@@ -109,7 +132,9 @@ class CallQueue:
         if self.broken is not None:
             future.finish(self._refused(described))
         else:
-            self._queue.append(Call(self._next, operations, sent, now + timeout_s, timeout_s, what, future))
+            self._queue.append(
+                Call(self._next, operations, sent, now + timeout_s, timeout_s, what, future, self._exact)
+            )
             self._next += 1
         return future
 
@@ -134,7 +159,10 @@ class CallQueue:
             call.answers[rank] = message[2]
         elif kind == "failed":
             call.places[rank] = message[2]
-            call.reports[rank] = message[3]
+            report: WorkerReport = message[3]
+            if not self._exact:  # it may come from another machine, with another clock
+                report = replace(report, failure=replace(report.failure, time=self._clock()))
+            call.reports[rank] = report
 
     def ended(self, rank: int, failure: Failure) -> None:
         """A worker has ended."""
@@ -157,7 +185,7 @@ class CallQueue:
 
     def look(self) -> bool:
         """End the call whose time has come; whether the workers must be killed."""
-        now = time.monotonic()
+        now = self._clock()
         for late in [one for one in self._queue if now >= one.deadline]:
             self._queue.remove(late)
             late.future.finish(self._never_begun(late))
@@ -249,8 +277,8 @@ class CallQueue:
         silent.sort(key=lambda rank: "suspended" not in notes[rank])
         each = "; ".join(
             f"{self.name} {rank} in {call.position(rank)}" + (f", {notes[rank]}" if notes[rank] else "")
-            for rank in silent
-        )
+            for rank in silent[:_SHOWN]
+        ) + (f"; and {len(silent) - _SHOWN} others" if len(silent) > _SHOWN else "")
         text = (
             f"no answer within {call.timeout_s:g} s from {each}; {RESTART}; "
             f"{'its log' if len(silent) == 1 else 'the first log'}: {self._log(silent[0])}"

@@ -45,8 +45,7 @@ class Future:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, at most `timeout_s` seconds (None: until its deadline); whether it is done."""
-        patience = self._deadline + _LATE_S - time.monotonic()
-        concurrent.futures.wait([self._inner], max(0.0, patience if timeout_s is None else timeout_s))
+        wait_any([self], timeout_s)
         return self.done()
 
     def result(self) -> list[Any]:
@@ -79,7 +78,10 @@ def wait_any(futures: Iterable[Future], timeout_s: float | None = None) -> list[
     if timeout_s is None:
         timeout_s = max(one._deadline for one in waited) + _LATE_S - time.monotonic()
     inner = [one._inner for one in waited]
-    concurrent.futures.wait(inner, max(0.0, timeout_s), concurrent.futures.FIRST_COMPLETED)
+    while not any(one.done() for one in waited) and timeout_s > 0:
+        # In slices: time in which this process was suspended is not counted, as the engine does not count it.
+        concurrent.futures.wait(inner, min(timeout_s, 1.0), concurrent.futures.FIRST_COMPLETED)
+        timeout_s -= 1.0
     return [one for one in waited if one.done()]
 
 

@@ -12,11 +12,9 @@ import json
 import select
 import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.role_launch import RoleLaunch
@@ -27,9 +25,9 @@ from hyper_parallel.launch.forkserver import ForkServer, borrow, give_back
 from hyper_parallel.launch.heartbeat import Beat
 from hyper_parallel.launch.launcher_env import WorkerPlace
 from hyper_parallel.launch.position_board import PositionBoard
-from hyper_parallel.launch.roles.call_queue import CallQueue, sent_lists
-from hyper_parallel.launch.roles.interface import Future, Instruction
+from hyper_parallel.launch.roles.interface import Future
 from hyper_parallel.launch.roles.messages import EngineEnd, packed
+from hyper_parallel.launch.roles.queued_group import QueuedGroup, QueueEngine
 from hyper_parallel.launch.roles.serve import TARGET
 from hyper_parallel.launch.watchdog import Activities
 
@@ -65,52 +63,18 @@ class _Workers:
             report.close()
 
 
-class LocalGroup:
+class LocalGroup(QueuedGroup):
     """A group of this machine's processes (`interface.Group`)."""
 
     def __init__(self, engine: LocalEngine, config: RoleLaunch) -> None:
-        self.config = config
-        self.name, self.size = config.name, config.effective_strategy.world
-        self._engine = engine
-        self._queue = CallQueue(self.name, self.size, self.log, self._situation)
+        super().__init__(engine, config)
         self._workers: _Workers | None = None
-        self.ready: Future
-
-    def log(self, rank: int) -> Path:
-        """The log of a worker."""
-        return Path(self.config.out).absolute() / "logs" / f"{self.name}-{rank}.log"
-
-    @property
-    def alive(self) -> bool:
-        """Whether calls can succeed."""
-        return self._queue.broken is None
 
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; empty until the processes are there."""
         workers = self._workers
         return list(workers.pids) if workers is not None else []
-
-    def call(self, instructions: Sequence[Instruction], *, timeout_s: float, what: str = "") -> Future:
-        """Send every rank the same list."""
-        return self.call_each([instructions] * self.size, timeout_s=timeout_s, what=what)
-
-    def call_each(
-        self, instructions: Sequence[Sequence[Instruction]], *, timeout_s: float, what: str = ""
-    ) -> Future:
-        """Send each rank its list."""
-        sent = sent_lists(self.name, self.size, instructions)
-        with self._engine.noticed():
-            return self._queue.submit(instructions, sent, timeout_s, what)
-
-    def kill(self) -> None:
-        """Kill the workers, and wait until they are gone."""
-        self._engine.kill(self, "it was killed by request")
-
-    def restart(self, *, timeout_s: float) -> Future:
-        """Kill what is left and start anew."""
-        self._engine.kill(self, "it was restarted")
-        return self._engine.begin(self, timeout_s)
 
     def _situation(self, rank: int) -> str:
         workers = self._workers
@@ -122,43 +86,24 @@ class LocalGroup:
         return f"at {beat.where}" if beat is not None and beat.where else ""
 
 
-class LocalEngine:
+class LocalEngine(QueueEngine[LocalGroup]):
     """Starts groups as processes of this machine (`interface.Engine`)."""
 
     def __init__(self, *, spins: bool = True) -> None:
         """`spins`: as for `ForkServer`. Nothing is started yet."""
+        super().__init__()
         self._spins = spins
         self._server: ForkServer | None = None
-        self._groups: dict[str, LocalGroup] = {}
         self._jobs = 0
-        self._changed = threading.Condition(threading.RLock())
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="roles", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> LocalEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self, config: RoleLaunch, *, timeout_s: float) -> LocalGroup:
         """Start a group of workers."""
-        with self._changed:
-            if self._closed or not self._thread.is_alive():
-                raise LaunchError("the engine is closed; make another one")
-            if config.name in self._groups:
-                raise LaunchError(
-                    f"there is a group {config.name!r} already; restart it, or name the new one otherwise"
-                )
-        group = LocalGroup(self, config)
-        self.begin(group, timeout_s)
-        with self.noticed():
-            self._groups[config.name] = group
-        return group
+        self._admit(config.name)
+        return self._register(LocalGroup(self, config), timeout_s)
 
     def begin(self, group: LocalGroup, timeout_s: float) -> Future:
         """Start the workers of a group that has none."""
@@ -234,13 +179,6 @@ class LocalEngine:
         self._woken.close()
         self._waker.close()
 
-    @contextlib.contextmanager
-    def noticed(self) -> Iterator[None]:
-        """Inside, this thread has the engine's lock; afterwards the engine's thread looks again."""
-        with self._changed:
-            yield
-        self._wake()
-
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
@@ -265,16 +203,10 @@ class LocalEngine:
 
     # The engine's thread.
 
-    def _run(self) -> None:
-        try:
-            slept_until = time.monotonic() + _PATIENCE_S
-            while not self._closed:
-                slept_until = self._turn(slept_until)
-        except BaseException as error:  # a wait must not depend on a thread that is gone
-            with self._changed:
-                for group in self._groups.values():
-                    group._queue.stop(f"the engine's thread failed with {type(error).__name__}: {error}")
-            raise
+    def _serve(self) -> None:
+        slept_until = time.monotonic() + _PATIENCE_S
+        while not self._closed:
+            slept_until = self._turn(slept_until)
 
     def _turn(self, slept_until: float) -> float:
         """Wait, hear, act; when the next turn should begin at the latest."""
@@ -313,9 +245,7 @@ class LocalEngine:
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
-        if overslept > 2.0:
-            for group in self._active():
-                group._queue.postpone(overslept)
+        self._postpone(overslept)
         for group in self._active():
             workers = group._workers
             assert workers is not None
@@ -383,7 +313,8 @@ class LocalEngine:
             if rank in workers.running and time.monotonic() > since + _STATUS_S:
                 how = "closed its socket and does not end"
                 self._worker_ended(group, workers, rank, Failure(rank, "died", how, since))
-        if queue.look():
+        # A worker may be ready before the server has said its process id.
+        if (workers.pids or workers.closed or time.monotonic() >= queue.next_look()) and queue.look():
             self._kill(group)
         call = queue.to_send()
         if call is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hyper_parallel.config.role_launch import RoleLaunch
@@ -38,34 +39,30 @@ def serve(config: RoleLaunch, worker: Worker) -> None:
     with contextlib.suppress(OSError):  # the engine has gone
         end.send(("done", 0, plain([])))
         while (message := end.receive()) is not None and message[0] == "call":
-            answer(end, host, worker.rank, message[1], pickle.loads(message[2]))
+            number = message[1]
+            end.send(answer(host, worker.rank, number, message[2], partial(_report_place, end, number)))
     leave = getattr(host, "close", None)
     if callable(leave):
         leave()
 
 
-def answer(
-    end: WorkerEnd, host: object, rank: int, number: int, instructions: Sequence[tuple[str, dict[str, Any]]]
-) -> None:
-    """Execute a list and send its answer. Raises OSError when the engine has gone."""
+def _report_place(end: WorkerEnd, number: int, place: int) -> None:
+    end.send(("at", number, place))
+
+
+def answer(host: object, rank: int, number: int, sent: bytes, at: Callable[[int], None]) -> tuple[Any, ...]:
+    """Execute a list, as it was sent, and return the message that answers it. `at` is called as each one begins."""
     results: list[Any] = []
     place = 0
-    for place, (operation, arguments) in enumerate(instructions):
-        end.send(("at", number, place))
-        try:
+    try:
+        for place, (operation, arguments) in enumerate(pickle.loads(sent)):
+            at(place)
             with pulse.operation(operation, patient=False):
                 results.append(method(host, operation)(**arguments))
-        except Exception as error:
-            log.exception("%s failed", operation)
-            end.send(("failed", number, place, WorkerReport.of(rank, error)))
-            return
-    try:
-        held = plain(results)
+        return ("done", number, plain(results))
     except Exception as error:
-        log.exception("the results cannot be sent")
-        end.send(("failed", number, place, WorkerReport.of(rank, error)))
-    else:
-        end.send(("done", number, held))
+        log.exception("instruction %d failed", place + 1)
+        return ("failed", number, place, WorkerReport.of(rank, error))
 
 
 def method(host: object, operation: str) -> Any:
