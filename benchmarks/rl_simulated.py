@@ -76,6 +76,7 @@ def mean(results: list[LoopResult]) -> dict[str, Any]:
         name: round(sum(getattr(result, name) for result in results) / count, 4)
         for name in ("seconds", "generating", "training", "bubble", "wasted", "mean_staleness")
     }
+    row["step_tokens"] = round(sum(result.tokens for result in results) / count)
     return {**row, "largest_staleness": max(result.largest_staleness for result in results)}
 
 
@@ -199,35 +200,35 @@ def one_step_off() -> Iterator[dict[str, Any]]:
 def page(result: dict[str, Any]) -> list[str]:
     """The tables of docs/rl-staleness.md."""
     lines = [
-        "| Case | Order | η | Rollout devices | Speed | Waste | Bubble | Mean staleness | Largest |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| Case | Order | η | Rollout devices | Speed | Waste | Bubble | Mean staleness | Largest | Mean length |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in result["orders"]:
-        lines.append(
-            f"| {row['case']} | {row['order']} | {row['staleness']} | {row.get('rollout', 'all')} "
-            f"| {row['speed']:.2f} | {row['wasted']:.1%} | {row['bubble']:.0%} | {row['mean_staleness']:.2f} "
-            f"| {row['largest_staleness']} |"
-        )
+    lines += [
+        f"| {row['case']} | {row['order']} | {row['staleness']} | {row.get('rollout', 'all')} "
+        f"| {row['speed']:.2f} | {row['wasted']:.1%} | {row['bubble']:.0%} | {row['mean_staleness']:.2f} "
+        f"| {row['largest_staleness']} | {row['step_tokens'] / SAMPLES:.0f} |"
+        for row in result["orders"]
+    ]
     lines += [
         "",
         "| verl's row | Order | Mean tokens (assumed) | Published, s | Simulated, s | Published | Simulated | Off |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in result["verl"]:
-        lines.append(
-            f"| {row['row']} | {row['order']} | {row['mean_tokens']} | {row['published_seconds']:.0f} "
-            f"| {row['seconds']:.0f} | {row['published_speed']:.2f}x | {row['speed']:.2f}x | {row['off']:+.0%} |"
-        )
+    lines += [
+        f"| {row['row']} | {row['order']} | {row['mean_tokens']} | {row['published_seconds']:.0f} "
+        f"| {row['seconds']:.0f} | {row['published_speed']:.2f}x | {row['speed']:.2f}x | {row['off']:+.0%} |"
+        for row in result["verl"]
+    ]
     lines += [
         "",
         "| One step off | Published, s | Simulated, s | Published | Simulated | Off |",
         "|---|---|---|---|---|---|",
     ]
-    for row in result["one_step_off"]:
-        lines.append(
-            f"| {row['engine']} | {row['published_seconds'][1]} | {row['seconds']:.0f} "
-            f"| {row['published_speed']:.2f}x | {row['speed']:.2f}x | {row['off']:+.0%} |"
-        )
+    lines += [
+        f"| {row['engine']} | {row['published_seconds'][1]} | {row['seconds']:.0f} "
+        f"| {row['published_speed']:.2f}x | {row['speed']:.2f}x | {row['off']:+.0%} |"
+        for row in result["one_step_off"]
+    ]
     return lines
 
 

@@ -105,9 +105,7 @@ def simulate(
 
     if rl:
         if cluster or generate or ranks or trace or html or as_written or explain:
-            raise click.UsageError(
-                "--rl takes the times of its roles from FILE; of the options, only --json goes with it"
-            )
+            raise click.UsageError("--rl takes the times of its roles from FILE; only --json goes with it")
         from hyper_parallel.cli.simulate_rl import simulate_rl
 
         simulate_rl(file, overrides, as_json, progress)

@@ -36,7 +36,7 @@ class RoleTime(Section):
     """Seconds that no further device shortens."""
     work: _Seconds = 0.0
     """Device-seconds that devices share evenly."""
-    measured: _Measured = {}
+    measured: _Measured = Field(default_factory=dict)
     """Seconds on each number of devices. For other numbers, `fixed` and `work` are fitted to these."""
 
     @model_validator(mode="after")
@@ -54,7 +54,7 @@ class GenerationTime(Section):
     """Seconds of a pass, however many answers run: weights are read, kernels start."""
     sequence_seconds: _Seconds = 0.0
     """Seconds that each running answer adds to a pass."""
-    measured: _Measured = {}
+    measured: _Measured = Field(default_factory=dict)
     """Seconds in which numbers of devices generate one step's answers, all started at once, until the last has
     ended; both of the above are fitted to these."""
     slots: _Count = 256

@@ -87,7 +87,7 @@ class Loop:
         self._admits = False
         """Whether more groups may start than there were slots for."""
         self._changed = True
-        """Whether the queue or the engines' weights changed since the queue was asked; else its answers are the same."""
+        """Whether the queue or the engines' weights changed since the queue was asked last."""
 
     def run(self, batches: int) -> Snapshot:
         """Until that many batches are trained in all."""

@@ -63,12 +63,13 @@ def generation_law(setup: RlSimulation) -> tuple[float, float]:
     loads = {devices: [_loads(step, devices // given.engine) for step in steps] for devices in given.measured}
     law = (1.0, 0.0)
     for _ in range(_ROUNDS):
-        rows = []
+        rows = list[tuple[float, float, float]]()
         for devices, seconds in given.measured.items():
             last = [
                 max(step, key=lambda load: law[0] * load[0] + law[1] * load[1]) for step in loads[devices]
             ]
-            rows.append((*(sum(load[i] for load in last) / len(last) for i in (0, 1)), seconds))
+            longest, tokens = (sum(load[i] for load in last) / len(last) for i in (0, 1))
+            rows.append((longest, tokens, seconds))
         law = _least_squares(rows)
     return law
 
