@@ -22,15 +22,20 @@ if TYPE_CHECKING:
 @run_file
 @click.option(
     "--cluster",
-    required=True,
     metavar="NAME",
-    help="A preset such as h100, h100x64 or cloudmatrix384, or the path of a cluster file.",
+    help="A preset such as h100, h100x64 or cloudmatrix384, or the path of a cluster file. Required without --rl.",
 )
 @click.option(
     "--generate",
     is_flag=True,
     help="Predict generation instead of training. FILE: a published model, a Transformers folder, or a YAML file with "
     "model, strategy, inference and workload.",
+)
+@click.option(
+    "--rl",
+    is_flag=True,
+    help="Simulate a reinforcement-learning loop from the times of its roles. FILE: a YAML file with a section "
+    "simulation, such as examples/simulate/rl-verl.yaml.",
 )
 @click.option(
     "--ranks",
@@ -59,8 +64,9 @@ if TYPE_CHECKING:
 def simulate(
     file: Path,
     overrides: tuple[str, ...],
-    cluster: str,
+    cluster: str | None,
     generate: bool,
+    rl: bool,
     ranks: int | None,
     trace: Path | None,
     html: Path | None,
@@ -83,6 +89,7 @@ def simulate(
       hyper-parallel simulate run.yaml --cluster cloudmatrix384 strategy.axes.tensor=8 --html step.html
       hyper-parallel calibrate && hyper-parallel simulate run.yaml --cluster cluster.yaml     this machine
       hyper-parallel simulate llama-3-8b --generate --cluster h100x1 inference.batch=32 workload.prompt_tokens=4096
+      hyper-parallel simulate --rl examples/simulate/rl-verl.yaml
 
     \b
     Exit codes:
@@ -90,6 +97,21 @@ def simulate(
       2    an error in the file or the arguments, reported in one line
       130  interrupted
     """
+    begun = time.monotonic()
+
+    def progress(said: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"  {time.monotonic() - begun:5.1f} s  {said}", err=True)
+
+    if rl:
+        if cluster or generate or ranks or trace or html or as_written or explain:
+            raise click.UsageError("--rl takes the times of its roles from FILE; only --json goes with it")
+        from hyper_parallel.cli.simulate_rl import simulate_rl
+
+        simulate_rl(file, overrides, as_json, progress)
+        return
+    if cluster is None:
+        raise click.UsageError("Missing option '--cluster'.")
     from hyper_parallel import config
 
     if generate and (as_written or explain):
@@ -100,12 +122,6 @@ def simulate(
             raise ConfigError(
                 f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
             )
-    begun = time.monotonic()
-
-    def progress(said: str) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"  {time.monotonic() - begun:5.1f} s  {said}", err=True)
-
     if run is None:
         from hyper_parallel.cli.simulate_generate import simulate_generation
 

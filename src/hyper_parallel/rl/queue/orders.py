@@ -14,42 +14,45 @@ item that takes long is overtaken by any number of later ones. The order has to 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 from hyper_parallel.rl.queue import deadlines
 
 
-def fifo(running: Mapping[int, int], oldest: Mapping[int, int], batch: int) -> Sequence[int] | None:
-    """The tickets of the next batch, or None until it has finished.
-
-    `running`: the version at which each unfinished ticket started. `oldest`: of each finished ticket, in the order in
-    which they finished.
-    """
+def fifo(running: Collection[int], finished: Collection[int], batch: int) -> Sequence[int] | None:
+    """The tickets of the next batch, or None until all of it has finished. Both collections are of tickets."""
     first = min(running, default=None)
-    ready = sorted(ticket for ticket in oldest if first is None or ticket < first)
-    return ready[:batch] if len(ready) >= batch else None
+    ready = [ticket for ticket in finished if first is None or ticket < first]
+    return sorted(ready)[:batch] if len(ready) >= batch else None
 
 
 def window(
-    running: Mapping[int, int], oldest: Mapping[int, int], batch: int, start: int, bound: int, updates: int
-) -> Sequence[int] | None:
-    """As `fifo`. `start`: the version at which the next batch starts; `bound`, `updates`: as in `deadlines.slack`."""
-    chosen = discard(oldest, batch)
-    if chosen is None:
-        return None
-    left = Counter(running.values())
-    left.update(oldest.values())
-    left.subtract(Counter(oldest[ticket] for ticket in chosen))
-    # Relative to the batch after this one.
+    versions: Mapping[int, int],
+    finished: Mapping[int, int],
+    batch: int,
+    *,
+    start: int,
+    bound: int,
+    updates: int,
+) -> bool:
+    """Whether the `batch` finished items of the earliest deadlines can be trained now, and all others in time.
+
+    `versions`: how many items, running and finished, are of each oldest version; `finished`: those that finished.
+    `start`: the version at which the batch starts; `bound`, `updates`: as in `deadlines.slack`.
+    """
+    left, missing = dict(versions), batch
+    for version in sorted(finished):
+        chosen = min(missing, finished[version])
+        left[version] -= chosen
+        missing -= chosen
     counts = Counter[int]()
     for version, count in left.items():
+        # Relative to the batch after this one.
         counts[deadlines.slack(version, start + updates, bound, updates)] += count
-    return chosen if deadlines.feasible(counts, batch) else None
+    return not missing and deadlines.feasible(counts, batch)
 
 
-def discard(oldest: Mapping[int, int], batch: int) -> Sequence[int] | None:
-    """As `fifo`."""
-    if len(oldest) < batch:
-        return None
+def earliest(oldest: Mapping[int, int], batch: int) -> Sequence[int]:
+    """The tickets of the earliest deadlines; of equal ones, those that finished first. `oldest`: as in `fifo`."""
     return list(islice(sorted(oldest, key=oldest.__getitem__), batch))

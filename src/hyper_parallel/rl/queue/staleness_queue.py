@@ -74,6 +74,10 @@ class StalenessQueue(Generic[Item]):
         self._running: dict[int, int] = {}
         self._finished: dict[int, _Finished[Item]] = {}
         self._training: dict[int, _Finished[Item]] = {}
+        self._versions = Counter[int]()
+        """How many running and finished items are of each oldest version, as known so far."""
+        self._done = Counter[int]()
+        """Of these, the finished ones."""
 
     @property
     def outstanding(self) -> int:
@@ -99,9 +103,7 @@ class StalenessQueue(Generic[Item]):
             # Places in order; what trains or fails only moves an item to an earlier batch.
             return max(0, (new + 1) * self.batch - self.outstanding)
         counts = Counter[int]({0: len(self._training)})
-        for oldest, count in Counter(self._running.values()).items():
-            counts[self._slack(oldest)] += count
-        for oldest, count in Counter(done.oldest for done in self._finished.values()).items():
+        for oldest, count in self._versions.items():
             counts[self._slack(oldest)] += count
         return deadlines.room(counts, new, self.batch)
 
@@ -112,6 +114,7 @@ class StalenessQueue(Generic[Item]):
         tickets = list(range(self._next, self._next + count))
         self._next += count
         self._running.update((ticket, version) for ticket in tickets)
+        _change(self._versions, version, count)
         return tickets
 
     def finish(self, ticket: int, item: Item, oldest_version: int, tokens: int) -> bool:
@@ -120,25 +123,26 @@ class StalenessQueue(Generic[Item]):
         False if it was dropped, because it is too stale (`order: discard` only). Raises ValueError for a ticket that
         is not running, or a version older than that of its start.
         """
-        started = self._end(ticket)
-        if oldest_version < started:
-            self._running[ticket] = started
+        if oldest_version < (started := self._running.get(ticket, oldest_version)):
             raise ValueError(
                 f"ticket {ticket} started at version {started}; no token of it is of version {oldest_version}"
             )
+        self._end(ticket)
+        if self._expired(oldest_version):
+            self._count("stale", tokens)
+            return False
         self._finished[ticket] = _Finished(item, oldest_version, tokens)
-        return ticket not in self._drop_stale()
+        self._add(oldest_version, 1)
+        return True
 
     def fail(self, ticket: int, tokens: int = 0) -> None:
         """An item was lost, or stopped because it had expired; `tokens` were drawn. Its slot is released."""
-        stale = self._expired(self._end(ticket))
-        name = "stale" if stale else "failed"
-        self.counters = replace(self.counters, **{name: getattr(self.counters, name).plus(tokens)})
+        self._count("stale" if self._expired(self._end(ticket)) else "failed", tokens)
 
     def refuse(self, ticket: int, tokens: int) -> None:
         """An item finished and is not wanted: a filter drops it. Its slot is released, for another item to start."""
         self._end(ticket)
-        self.counters = replace(self.counters, refused=self.counters.refused.plus(tokens))
+        self._count("refused", tokens)
 
     def expired(self) -> list[int]:
         """Running tickets that cannot be trained within the bound any more (`order: discard` only): stop them."""
@@ -146,16 +150,29 @@ class StalenessQueue(Generic[Item]):
 
     def ready(self) -> bool:
         """Whether `take` has a batch."""
-        return not self._training and self._choose() is not None
+        if self._training or len(self._finished) < self.batch:
+            return False
+        if self.order == "fifo":
+            return orders.fifo(self._running, self._finished, self.batch) is not None
+        return self.order == "discard" or orders.window(
+            self._versions,
+            self._done,
+            self.batch,
+            start=self.version,
+            bound=self.bound,
+            updates=self.updates,
+        )
 
     def take(self) -> list[Item]:
         """The next batch, in the order of tickets; call `trained` after its updates. Raises ValueError if there is
         none, or one is in training."""
-        chosen = None if self._training else self._choose()
+        chosen = self._choose()
         if chosen is None:
             raise ValueError("no batch is ready; ask ready() first")
         self._training = {ticket: self._finished.pop(ticket) for ticket in sorted(chosen)}
-        assert all(self._stale_by(done) <= self.bound for done in self._training.values())
+        for done in self._training.values():
+            self._add(done.oldest, -1)
+        self._check(max(self._stale_by(done) for done in self._training.values()))
         return [done.item for done in self._training.values()]
 
     def trained(self, version: int | None = None) -> int:
@@ -177,7 +194,12 @@ class StalenessQueue(Generic[Item]):
         self.counters = replace(self.counters, trained=tally, staleness=dict(sorted(histogram.items())))
         self._training = {}
         self.version = now
-        return len(self._drop_stale())
+        dropped = [ticket for ticket, done in self._finished.items() if self._expired(done.oldest)]
+        for ticket in dropped:
+            done = self._finished.pop(ticket)
+            self._add(done.oldest, -1)
+            self._count("stale", done.tokens)
+        return len(dropped)
 
     def state(self, encode: Callable[[Item], Any] = lambda item: item) -> dict[str, Any]:
         """Plain JSON data for a checkpoint of this version. `encode`: makes an item such data.
@@ -212,23 +234,24 @@ class StalenessQueue(Generic[Item]):
             version=state["version"],
         )
         queue._next = state["next"]
-        queue._running = {ticket: version for ticket, version in state["running"]}
+        queue._running = dict(state["running"])
         queue._finished = {
             ticket: _Finished(decode(item), oldest, tokens)
             for ticket, oldest, tokens, item in state["finished"]
         }
+        queue._versions = Counter(queue._running.values())
+        for done in queue._finished.values():
+            queue._add(done.oldest, 1)
         queue.counters = Counters.from_state(state["counters"])
         return queue
 
     def _choose(self) -> Sequence[int] | None:
-        if len(self._finished) < self.batch:
+        """The tickets of the next batch, if it is ready."""
+        if not self.ready():
             return None
-        oldest = {ticket: done.oldest for ticket, done in self._finished.items()}
         if self.order == "fifo":
-            return orders.fifo(self._running, oldest, self.batch)
-        if self.order == "window":
-            return orders.window(self._running, oldest, self.batch, self.version, self.bound, self.updates)
-        return orders.discard(oldest, self.batch)
+            return orders.fifo(self._running, self._finished, self.batch)
+        return orders.earliest({ticket: done.oldest for ticket, done in self._finished.items()}, self.batch)
 
     def _slack(self, oldest: int) -> int:
         return deadlines.slack(oldest, self.version, self.bound, self.updates)
@@ -236,18 +259,30 @@ class StalenessQueue(Generic[Item]):
     def _stale_by(self, done: _Finished[Item]) -> int:
         return self.version + self.updates - 1 - done.oldest
 
+    def _check(self, staleness: int) -> None:
+        assert staleness <= self.bound, f"a batch is {staleness} updates stale; the bound is {self.bound}"
+
     def _expired(self, version: int) -> bool:
         return self._slack(version) < (1 if self._training else 0)
-
-    def _drop_stale(self) -> set[int]:
-        """Tickets of finished items that were too stale; fifo and window have none."""
-        dropped = {ticket for ticket, done in self._finished.items() if self._expired(done.oldest)}
-        for ticket in dropped:
-            tokens = self._finished.pop(ticket).tokens
-            self.counters = replace(self.counters, stale=self.counters.stale.plus(tokens))
-        return dropped
 
     def _end(self, ticket: int) -> int:
         if ticket not in self._running:
             raise ValueError(f"ticket {ticket} is not running; it never started, or it has ended")
-        return self._running.pop(ticket)
+        version = self._running.pop(ticket)
+        _change(self._versions, version, -1)
+        return version
+
+    def _add(self, oldest: int, count: int) -> None:
+        """Finished items of that version come or go."""
+        for counter in (self._versions, self._done):
+            _change(counter, oldest, count)
+
+    def _count(self, name: str, tokens: int) -> None:
+        self.counters = replace(self.counters, **{name: getattr(self.counters, name).plus(tokens)})
+
+
+def _change(counter: Counter[int], key: int, count: int) -> None:
+    """Versions without items are left out, so that a long run counts few of them."""
+    counter[key] += count
+    if not counter[key]:
+        del counter[key]
