@@ -136,8 +136,8 @@ class Roles(Section):
             fits = len(role.placed) == world or (name == "rollout" and role.placed != actor.placed)
             if not fits or len(role.placed) % world:
                 raise ValueError(
-                    f"'{name}' has {len(role.placed)} devices, and its axes multiply to {world}; on the actor's devices "
-                    "make them equal (with replicate, for copies)"
+                    f"'{name}' has {len(role.placed)} devices, and its axes multiply to {world}; on the actor's "
+                    "devices make them equal (with replicate, for copies)"
                 )
             for other, devices in (("actor", actor.placed), ("rollout", rollout.placed)):
                 if role.placed != devices and set(role.placed) & set(devices):

@@ -25,6 +25,8 @@ class TaskConfig(Section):
     """The same, for evaluation."""
     reward: str = "exact_match"
     """`exact_match`, `math`, `code`, or a function of yours: `package.module:function` or `file.py:function`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the reward, such as `isolation` for `code` (docs/rl-rewards.md)."""
     time_limit: Annotated[float, Field(gt=0)] = 10.0
     """Seconds for one reward."""
     workers: PositiveInt = 1

@@ -55,5 +55,5 @@ class Sample:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """The inverse of `dataclasses.asdict`, from JSON, which has lists in place of tuples."""
-        lists = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        lists: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         return cls(**lists)

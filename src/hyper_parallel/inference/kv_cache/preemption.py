@@ -65,7 +65,7 @@ class Preemption:
         self.swapped.clear()
 
     def cancel(self, numbers: Collection[int]) -> None:
-        """Give up those of some requests that are swapped out, and wait for pages of the others that are on their way."""
+        """Give up those of some requests that are swapped out, and wait for pages of the others on their way."""
         for one in self._running:
             if one.number in numbers:
                 self._memory.finish(one)

@@ -22,7 +22,11 @@ class Scorer:
     def __init__(self, task: TaskConfig, folder: Path | None = None) -> None:
         """`folder`: where a reward's file is looked for. Raises ConfigError for an unknown reward."""
         self._pool = RewardPool(
-            task.reward, workers=task.workers, time_limit_s=task.time_limit, folder=folder
+            task.reward,
+            workers=task.workers,
+            time_limit_s=task.time_limit,
+            folder=folder,
+            options=task.options,
         )
         self.pending = 0
         """Rewards that are not there yet."""

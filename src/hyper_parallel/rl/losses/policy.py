@@ -167,8 +167,8 @@ def policy_terms(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The term of each token before sums are taken, and the metrics of each token; arguments as of `policy_loss`.
 
-    With `ratio: token` a token's term needs nothing of other tokens, and tensors may be [tokens]: a part of the positions
-    of a micro-batch. With the other ratios they are [sequences, tokens].
+    With `ratio: token` a token's term needs nothing of other tokens, and tensors may be [tokens]: a part of the
+    positions of a micro-batch. With the other ratios they are [sequences, tokens].
     """
     trained = trained_tokens(mask)
     require_shape("log-probabilities", logprobs, mask)
