@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -105,6 +105,10 @@ class Roles(Section):
     """Generates."""
     reference: TrainedRole | None = None
     """Where the KL divergence is measured from; needed with `rl.kl` above 0. Default: as the actor."""
+    engine: Literal["local", "ray"] = "local"
+    """Who starts the workers: this command on this machine, or Ray (an extra) on one or more (docs/roles.md)."""
+    address: str | None = None
+    """host:port of the Ray cluster to join. Default: one is started on this machine, and ends with the run."""
     restarts: Annotated[int, Field(ge=0, strict=True)] = 10
     """How often the workers of one group are started again after some were lost; then the run ends."""
 
@@ -127,6 +131,12 @@ class Roles(Section):
     def references(self) -> TrainedRole:
         """The reference, its devices filled in."""
         return self.actors if self.reference is None else _on(self.reference, self.actors.placed)
+
+    @model_validator(mode="after")
+    def _address_is_ray(self) -> Roles:
+        if self.address is not None and self.engine != "ray":
+            raise ValueError("'address' is that of a Ray cluster; set 'engine' to ray, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _groups_are_apart(self) -> Roles:

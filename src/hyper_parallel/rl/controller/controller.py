@@ -105,6 +105,8 @@ class Controller:
         self._arrived: dict[str, bool] = {}
         self._dropped: dict[str, list[int]] = {one.name: [] for one in self._rollouts}
         self._steps = 0
+        self._taken: list[Sample] | None = None
+        """The batch that is being trained on, or scored before."""
 
     def run(self, steps: int, stop: Callable[[], bool] = lambda: False) -> None:
         """Train until so many steps are done, or `stop` says so; then every group is idle.
@@ -233,15 +235,19 @@ class Controller:
     def _start_training(self) -> None:
         """Train on a batch, if there is one and the actor is free."""
         first = self._reference or self._actor
-        if {self._actor.name, first.name} & self._lists.keys() or not self.queue.ready():
+        if {self._actor.name, first.name} & self._lists.keys():
+            return
+        if self._taken is None and not self.queue.ready():
             return
         if ends := self._weights.before_training():
             self._send(self._actor, ends, self._sends_ended)
             return
-        groups = self.queue.take()
-        # In the order of rows, so that a batch does not depend on when its parts started.
-        groups.sort(key=lambda group: group[0].row)
-        samples = self._shuffled([sample for group in groups for sample in group])
+        if self._taken is None:
+            groups = self.queue.take()
+            # In the order of rows, so that a batch does not depend on when its parts started.
+            groups.sort(key=lambda group: group[0].row)
+            self._taken = self._shuffled([sample for group in groups for sample in group])
+        samples = self._taken
         if self._reference is None:
             self._train(samples, None)
         else:
@@ -283,8 +289,9 @@ class Controller:
         self.state.step += 1
         self.state.tokens += sum(sum(one.drawn) for one in samples)
         self.queue.trained(version)
+        self._taken = None
         for ticket in {one.ticket for one in samples}:
-            del self._rows[ticket]
+            self._rows.pop(ticket, None)
         for ticket in self.queue.expired():
             self._expire(ticket)
         self._trained(

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.errors import GroupError, WeightsError
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.roles.interface import Engine
 from hyper_parallel.launch.roles.local import LocalEngine
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.rl.controller.batch_report import BatchReport
-from hyper_parallel.rl.controller.controller import Controller, GroupLost, LinkLost, LoopState
+from hyper_parallel.rl.controller.controller import Controller, LoopState
 from hyper_parallel.rl.controller.evaluation import Accuracy, evaluate
 from hyper_parallel.rl.controller.placement import groups_of
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import Recorder
+from hyper_parallel.rl.controller.recovery import LOST, Recovery
 from hyper_parallel.rl.controller.scorer import Scorer
 from hyper_parallel.rl.controller.warm_up import warm_up
 from hyper_parallel.rl.controller.weight_sync import WeightSync
@@ -58,11 +59,11 @@ def run(
     *,
     folder: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
-    engine: Callable[[], Engine] = LocalEngine,
+    engine: Callable[[], Engine] | None = None,
     told: Callable[[str], None] = lambda line: None,
 ) -> RLSummary:
     """Run what a file declares. `folder`: of the file, where a reward's file is looked for. `stop`: asked between
-    steps. `told`: is given lines about the run.
+    steps. `engine`: who starts the workers, instead of `roles.engine`. `told`: is given lines about the run.
 
     Raises ConfigError, DataError, StrategyError and the like for what the file asks for, GroupError where workers were
     lost more often than `roles.restarts`.
@@ -71,11 +72,20 @@ def run(
     with (
         run_lock(config.out),
         Scorer(config.task, folder) as scorer,
-        engine() as workers,
+        (engine or functools.partial(engine_of, config))() as workers,
         contextlib.closing(Recorder(config, told)) as recorder,
     ):
         RunFolder(config.out).make()
         return _Run(config, prompts, scorer, workers, recorder, stop).run()
+
+
+def engine_of(config: RLConfig) -> Engine:
+    """Who starts the workers. Raises LaunchError where Ray is not there."""
+    if config.roles.engine == "ray":
+        from hyper_parallel.launch.roles.ray_engine import RayEngine
+
+        return RayEngine(config.roles.address)
+    return LocalEngine()
 
 
 class _Run:
@@ -107,6 +117,7 @@ class _Run:
         self._saved_time = time.monotonic()
         self._controller: Controller | None = None
         self._before: Accuracy | None = None
+        self._recovery = Recovery(config, self._groups, self._weights, self, recorder.note)
 
     def run(self) -> RLSummary:
         for one in self._groups:
@@ -127,29 +138,28 @@ class _Run:
         else:
             state, queue, before = self._restored(found)
             self._recorder.note(f"resumed at step {state.step}")
-        self._load_reference()
+        self.load_reference()
         self._recorder.open(state.step)
         resumed = state.step if found is not None else None
         for one in self._rollouts:
             self._weights.connect(one, state.step)
             self._weights.now(one, state.version, state.step)
-        if before is None:
-            before = self._evaluated(state.step)
-        self._before = before
-        stopped = self._loop(state, queue)
-        assert self._controller is not None
+        self._before = before if before is not None else self._evaluated(state.step)
+        self._controller = self._new_controller(state, queue)
+        while True:
+            try:
+                stopped = self._loop()
+                after, checkpoint = self._finished(stopped)
+                break
+            except LOST as error:
+                self._recovery.recover(error)
         state = self._controller.state
-        if not stopped:
-            self._bring_up_to_date(state)
-        after = self._evaluated(state.step) if not stopped and state.step else None
-        self._save(state, self._controller.queue)
-        checkpoint = self._actor.ask(state.step, "saved")
         return RLSummary(
             out=self._config.out,
             steps=state.step,
             stopped=stopped,
             resumed_from=resumed,
-            before=before,
+            before=self._before,
             after=after,
             seconds=time.monotonic() - began,
             tokens=state.tokens,
@@ -158,100 +168,45 @@ class _Run:
             checkpoint=checkpoint,
         )
 
-    def _loop(self, state: LoopState, queue: StalenessQueue[list[Sample]]) -> bool:
-        """Train to the end; whether it was stopped before."""
-        rl, every = self._config.rl, self._config.eval.every
-        self._controller = self._new_controller(state, queue)
-        while self._controller.state.step < rl.steps and not self._stop():
-            step = self._controller.state.step
-            until = rl.steps if not every else min(rl.steps, (step // every + 1) * every)
+    def _loop(self) -> bool:
+        """Train to the end; whether it was stopped before. Raises `LOST`."""
+        controller, rl, every = self.controller, self._config.rl, self._config.eval.every
+        while controller.state.step < rl.steps and not self._stop():
+            step = controller.state.step
             due = self._next_save(step)
-            with self._recovering():
-                self._controller.run(min(until, due), self._stop)
-                now = self._controller.state
-                if now.step >= due and now.step < rl.steps:
-                    self._save(now, self._controller.queue)
-                if every and now.step % every == 0 and now.step < rl.steps:
-                    self._evaluated(now.step)
-        return self._controller.state.step < rl.steps
+            until = rl.steps if not every else min(rl.steps, (step // every + 1) * every)
+            controller.run(min(until, due), self._stop)
+            now = controller.state.step
+            if now >= due and now < rl.steps:
+                self._save(controller.state, controller.queue)
+            if every and now % every == 0 and now < rl.steps:
+                self._evaluated(now)
+        return controller.state.step < rl.steps
 
-    @contextlib.contextmanager
-    def _recovering(self) -> Iterator[None]:
-        """Inside, workers that are lost are started again, and the run goes on from where it can."""
-        assert self._controller is not None
-        try:
-            yield
-        except LinkLost as lost:
-            self._recorder.note(f"{lost}; connecting again")
-            self._settled()
-            self._relink(lost.rollout)
-        except GroupLost as lost:
-            if lost.group.restarts >= self._config.roles.restarts:
-                raise GroupError(
-                    f"{lost}; it was started again {lost.group.restarts} times (roles.restarts), and the run ends"
-                ) from lost
-            self._recorder.note(f"{lost}; starting {lost.group.name} again")
-            if lost.group is self._actor:
-                self._restart_actor()
-            else:
-                self._restart_other(lost.group)
+    def _finished(self, stopped: bool) -> tuple[Accuracy | None, str | None]:
+        """Evaluate and save at the end; the accuracy and the checkpoint's path. Raises `LOST`."""
+        state, first = self.controller.state, self._rollouts[0]
+        if not stopped and first.version != state.version:
+            self._weights.connect(first, state.step)
+            self._weights.now(first, state.version, state.step)
+        after = self._evaluated(state.step) if not stopped and state.step else None
+        self._save(state, self.controller.queue)
+        return after, self._actor.ask(state.step, "saved")
 
-    def _settled(self) -> None:
-        """Every group that is alive is idle."""
+    @property
+    def controller(self) -> Controller:
+        """The loop; another one after a restart of the actor."""
         assert self._controller is not None
-        while True:
-            try:
-                self._controller.settle()
-                return
-            except LinkLost:
-                continue
-            except GroupLost as lost:
-                if lost.group is self._actor:
-                    raise
-                self._controller.forget(lost.group)
-                lost.group.restart()
+        return self._controller
 
-    def _restart_other(self, group: RoleGroup) -> None:
-        assert self._controller is not None
-        self._controller.forget(group)
-        group.restart()
-        try:
-            self._settled()
-        except GroupLost as lost:
-            self._recorder.note(f"{lost}; starting {lost.group.name} again")
-            self._restart_actor()
-            return
-        if group.has("reference"):
-            self._load_reference()
-        if group.has("rollout"):
-            self._relink(group)
-
-    def _restart_actor(self) -> None:
-        """From the last checkpoint; what rollouts have under way is given up."""
-        assert self._controller is not None
-        with contextlib.suppress(GroupLost, LinkLost):
-            self._controller.settle()
-        self._actor.restart()
-        found = self._actor.ask(self._controller.state.step, "resume")
+    def resume(self) -> LoopState:
+        """The actor's workers are new: go on from the newest checkpoint."""
+        found = self._actor.ask(self.controller.state.step, "resume")
         assert found is not None, "saved before the first step"
         state, queue, _ = self._restored(found)
-        for one in self._groups[1:]:
-            if one.has("rollout"):
-                one.ask(state.step, "give_up")
-        self._load_reference()
-        self._recorder.open(state.step)
         self._controller = self._new_controller(state, queue)
-        for one in self._rollouts:
-            self._relink(one)
-
-    def _relink(self, rollout: RoleGroup) -> None:
-        assert self._controller is not None
-        state = self._controller.state
-        try:
-            self._weights.connect(rollout, state.step)
-            self._weights.now(rollout, state.version, state.step)
-        except WeightsError as error:
-            raise GroupError(f"{error}; started again, the run goes on from its last checkpoint") from error
+        self._recorder.open(state.step)
+        return state
 
     def _new_controller(self, state: LoopState, queue: StalenessQueue[list[Sample]]) -> Controller:
         return Controller(
@@ -273,11 +228,6 @@ class _Run:
         found = evaluate(self._config, self._rollouts[0], self._prompts.held_out, self._scorer, step)
         self._recorder.evaluation(step, found)
         return found
-
-    def _bring_up_to_date(self, state: LoopState) -> None:
-        """The first rollout's weights are those of the end."""
-        if self._rollouts[0].version != state.version:
-            self._relink(self._rollouts[0])
 
     def _next_save(self, step: int) -> int:
         settings, last = self._config.checkpoint, self._config.rl.steps
@@ -315,7 +265,7 @@ class _Run:
         path = self._actor.ask(0, "saved")
         self._actor.ask(0, "export", checkpoint=path, folder=str(Path(self._config.out) / REFERENCE))
 
-    def _load_reference(self) -> None:
+    def load_reference(self) -> None:
         folder = Path(self._config.out) / REFERENCE
         if self._reference is not None and folder.is_dir():
             self._reference.ask(0, "load_reference", folder=str(folder))

@@ -28,6 +28,8 @@ class Scorer:
             folder=folder,
             options=task.options,
         )
+        self._kept: list[tuple[int, int, float | None]] = []
+        """Rewards of answers that came while an evaluation was waited for."""
         self.pending = 0
         """Rewards that are not there yet."""
         self.failed = 0
@@ -42,30 +44,35 @@ class Scorer:
 
     def results(self, timeout_s: float) -> list[tuple[int, int, float | None]]:
         """Ticket, place and reward of what is there, after at most so many seconds."""
-        if not self.pending:
-            return []
+        kept, self._kept = self._kept, []
+        if self.pending > len(kept):
+            kept += self._arrived(0.0 if kept else timeout_s)
+        self.pending -= len(kept)
+        return kept
+
+    def all_of(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """The rewards of an evaluation's answers. Others that arrive meanwhile are kept."""
+        for place, (answer, row) in enumerate(zip(answers, rows, strict=True)):
+            self._pool.submit((_EVALUATION, place), prompt_of(row), answer, row)
+        found: dict[int, float | None] = {}
+        while len(found) < len(answers):
+            for ticket, place, reward in self._arrived(1.0):
+                if ticket == _EVALUATION:
+                    found[place] = reward
+                else:
+                    self._kept.append((ticket, place, reward))
+        return [found[place] for place in range(len(answers))]
+
+    def _arrived(self, timeout_s: float) -> list[tuple[int, int, float | None]]:
         found = []
         for key, reward in self._pool.results(timeout_s):
             assert isinstance(key, tuple)
-            ticket, place = key
-            self.pending -= 1
             if reward.failed is not None:
                 self.failed += 1
                 if len(self.reasons) < 5:
                     self.reasons.append(reward.failed)
-            found.append((ticket, place, reward.value if reward.failed is None else None))
+            found.append((*key, reward.value if reward.failed is None else None))
         return found
-
-    def all_of(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """The rewards of an evaluation's answers. Nothing else is pending."""
-        assert not self.pending
-        for place, (answer, row) in enumerate(zip(answers, rows, strict=True)):
-            self._pool.submit((_EVALUATION, place), prompt_of(row), answer, row)
-        self.pending = len(answers)
-        found: dict[int, float | None] = {}
-        while self.pending:
-            found.update({place: reward for _, place, reward in self.results(1.0)})
-        return [found[place] for place in range(len(answers))]
 
     def close(self) -> None:
         """End the processes."""

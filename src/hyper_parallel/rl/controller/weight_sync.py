@@ -42,7 +42,8 @@ class WeightSync:
         # A link of before is closed in the same call by both.
         source = actor.ask(step, "describe", role="actor")
         target = rollout.ask(step, "describe", role="rollout")
-        host, port = actor.ask(step, "serve", host="127.0.0.1")
+        own, other = actor.ask(step, "address"), rollout.ask(step, "address")
+        host, port = actor.ask(step, "serve", host="127.0.0.1" if own == other else own)
         meeting = {"host": host, "port": port, "link": name, "epoch": self._epochs}
         instruction = do(
             "connect",

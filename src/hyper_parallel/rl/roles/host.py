@@ -5,6 +5,7 @@ Every rank of a group is given the same instructions. Results are plain data; ra
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,6 +144,15 @@ class RoleHost:
     def describe(self, role: str) -> dict[str, Any]:
         """The parameters of a role's model."""
         return describe(self._model(role), role, self._worker.world).to_json()
+
+    def address(self) -> str:
+        """Of this worker's machine, as others reach it."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("10.255.255.255", 1))  # nothing is sent: it only chooses an interface
+                return str(probe.getsockname()[0])
+            except OSError:
+                return "127.0.0.1"
 
     def serve(self, host: str) -> tuple[str, int]:
         """The address at which roles meet, from the first rank."""

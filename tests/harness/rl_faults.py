@@ -1,0 +1,78 @@
+"""Kills and stops of workers in the middle of a run of reinforcement learning."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hyper_parallel.launch.roles.interface import Group
+from hyper_parallel.launch.roles.local import LocalEngine
+
+
+class WatchedEngine(LocalEngine):
+    """Knows its groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[Group] = []
+
+    def start(self, config: Any, *, timeout_s: float) -> Any:
+        group = super().start(config, timeout_s=timeout_s)
+        self.groups.append(group)
+        return group
+
+
+@contextlib.contextmanager
+def faults(
+    engines: list[WatchedEngine],
+    count: int,
+    seed: int,
+    between_s: tuple[float, float],
+    kinds: Sequence[int] = (signal.SIGKILL, signal.SIGSTOP),
+    ready: Callable[[], bool] = lambda: True,
+    groups: str = "",
+) -> Iterator[list[str]]:
+    """Inside, so many signals are sent to workers chosen at random, of groups whose names begin with `groups`; what was
+    done, in words."""
+    draw, done, ends = random.Random(seed), [], threading.Event()
+
+    def work() -> None:
+        while len(done) < count and not ends.wait(draw.uniform(*between_s)):
+            if not engines or not ready():
+                continue
+            there = [one for one in engines[-1].groups if one.name.startswith(groups) and one.pids]
+            if not there:
+                continue
+            group = draw.choice(there)
+            pid, kind = draw.choice(group.pids), draw.choice(list(kinds))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, kind)
+                done.append(f"{signal.Signals(kind).name} to {group.name}")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield done
+    finally:
+        ends.set()
+        thread.join(timeout=10)
+
+
+def children() -> list[int]:
+    """Processes of this one that are still there, zombies left out."""
+    time.sleep(0.2)
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{entry}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+                if int(fields[1]) == os.getpid() and fields[0] != "Z":
+                    found.append(int(entry))
+    return found
