@@ -14,13 +14,16 @@ from click.testing import CliRunner
 from hyper_parallel import config
 from hyper_parallel.cli.schema import schema as command
 from hyper_parallel.config import RunConfig, yaml12
+from hyper_parallel.config.rl_run import load_rl
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import AXIS_NAMES, Strategy
 
 jsonschema = pytest.importorskip("jsonschema", reason="part of the extra 'dev'")
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+RL_EXAMPLES = sorted((ROOT / "examples" / "rl").glob("*.yaml"))
+OTHERS = {*RL_EXAMPLES, ROOT / "examples" / "simulate" / "rl-verl.yaml"}
+EXAMPLES = [file for file in sorted((ROOT / "examples").rglob("*.yaml")) if file not in OTHERS]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.M | re.S)
 
@@ -41,6 +44,13 @@ def test_the_examples(file: Path) -> None:
     content = yaml12.parse(file.read_text(), file.name)
     assert problems(printed(), content) == []
     config.load(file)
+
+
+@pytest.mark.parametrize("file", RL_EXAMPLES, ids=lambda file: file.name)
+def test_the_examples_of_reinforcement_learning(file: Path) -> None:
+    content = yaml12.parse(file.read_text(), file.name)
+    assert problems(printed("--rl"), content) == []
+    load_rl(file)
 
 
 def fragments() -> Iterator[tuple[str, str]]:

@@ -9,7 +9,8 @@ import click
 
 @click.command(short_help="Print the JSON schema of the run file, for editors.")
 @click.option("--strategy", is_flag=True, help="The schema of a Strategy file instead of a run file.")
-def schema(strategy: bool) -> None:
+@click.option("--rl", is_flag=True, help="The schema of a file of hyper-parallel rl.")
+def schema(strategy: bool, rl: bool) -> None:
     """Print the JSON schema of the run file, with which an editor completes and checks it.
 
     With the YAML extension of VS Code, or any editor that uses yaml-language-server, write the schema to a file
@@ -25,8 +26,12 @@ def schema(strategy: bool) -> None:
     Exit codes:
       0    printed
     """
+    if strategy and rl:
+        raise click.UsageError("--strategy and --rl are two kinds of files; give one of them")
     from hyper_parallel.config.json_schema import json_schema
+    from hyper_parallel.config.rl_run import RLConfig
     from hyper_parallel.config.run import RunConfig
     from hyper_parallel.strategy import Strategy
 
-    click.echo(json.dumps(json_schema(Strategy if strategy else RunConfig), indent=2, ensure_ascii=False))
+    kind = Strategy if strategy else RLConfig if rl else RunConfig
+    click.echo(json.dumps(json_schema(kind), indent=2, ensure_ascii=False))

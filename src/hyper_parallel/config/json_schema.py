@@ -1,4 +1,4 @@
-"""The JSON schema (draft 2020-12) of a run file or a Strategy file, as editors use it."""
+"""The JSON schema (draft 2020-12) of a run file, a file of `rl` or a Strategy file, as editors use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from hyper_parallel.config.run import RunConfig
 from hyper_parallel.config.schema import sections_of
 from hyper_parallel.strategy.axes import AUTO
 
-_TITLES = {"RunConfig": "HyperParallel run file", "Strategy": "HyperParallel Strategy file"}
+_TITLES = {
+    "RLConfig": "HyperParallel reinforcement learning file",
+    "RunConfig": "HyperParallel run file",
+    "Strategy": "HyperParallel Strategy file",
+}
 
 
 def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
@@ -29,7 +33,7 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
     for section in (body, *sections.values()):
         for key in ("strategy", "axes"):
             field = section.get("properties", {}).get(key)
-            if field is not None and "$ref" in field:
+            if field is not None and "$ref" in field and model.__name__ != "RLConfig":
                 field["anyOf"] = [{"$ref": field.pop("$ref")}, {"const": AUTO}]
     properties = {
         "extends": {

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from hyper_parallel.config.generate import GenerationStrategy
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.section import Section
 
 Devices = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
+_NUMBER = {"type": "integer", "minimum": 0}
+_WRITTEN = WithJsonSchema(
+    {
+        "anyOf": [
+            _NUMBER,
+            {"type": "string", "pattern": "^[0-9]+(-[0-9]+)?$"},
+            {"type": "array", "items": _NUMBER, "minItems": 1},
+            {"type": "null"},
+        ]
+    }
+)
+"""How a file may write them."""
 
 
 def _expanded(given: object) -> object:
@@ -28,7 +40,7 @@ def _expanded(given: object) -> object:
 class RoleConfig(Section):
     """One role: its devices, counted over all roles, and its strategy."""
 
-    devices: Devices | None = None
+    devices: Annotated[Devices | None, _WRITTEN] = None
     """Numbers of devices (on a CPU, of worker processes): a number, a list, or a range such as `0-3`. Roles with the
     same devices take turns on them; others run at the same time. Default: the actor's, which has the first ones.
     """

@@ -51,5 +51,5 @@ def test_a_group_that_is_lost_too_often(tmp_path: Path) -> None:
         rl={"steps": 200},
         roles={"rollout": {"devices": 1, "page": 16}, "restarts": 0},
     )
-    with pytest.raises(GroupError, match="roles.restarts"):
+    with pytest.raises(GroupError, match=r"roles\.restarts"):
         faulted(config, 5, "rollout", (signal.SIGKILL,))
