@@ -58,9 +58,10 @@ def test_scales() -> None:
 
 
 def test_a_group_of_equal_rewards_has_advantages_of_exactly_0() -> None:
-    """In float32 the mean of seven times 0.1 is not 0.1."""
-    rewards = torch.full((1, 7), 0.1)
-    assert (rewards - rewards.mean()).any()
+    """In float32 neither the mean of seven times 0.1 nor that of six times 0.3 need be that number."""
+    rewards = torch.tensor([0.1, 0.3, 0.7, 0.9])[:, None].expand(4, 7).contiguous()
+    assert (rewards - rewards.mean(1, keepdim=True)).any()
+    assert (rewards - (rewards.sum(1, keepdim=True) - rewards) / 6).any()
     assert not group_advantages(rewards).any()
     assert not leave_one_out_advantages(rewards).any()
     assert without_variance(torch.tensor([[1.0, 1.0], [1.0, 2.0], [torch.nan, 2.0]])).tolist() == [
