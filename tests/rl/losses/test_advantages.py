@@ -88,7 +88,7 @@ def _plain_gae(
 ) -> list[float]:
     """As a sum: A_t = Σ_k (γλ)^k δ_{t+k} over the trained tokens alone."""
     places = [place for place, here in enumerate(mask) if here]
-    after = [values[place] for place in places[1:]] + [last]
+    after = ([values[place] for place in places] + [last])[1:]
     deltas = [rewards[p] + gamma * follow - values[p] for p, follow in zip(places, after, strict=True)]
     found = [0.0] * len(mask)
     for index, place in enumerate(places):
