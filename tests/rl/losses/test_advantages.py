@@ -58,9 +58,10 @@ def test_scales() -> None:
 
 
 def test_a_group_of_equal_rewards_has_advantages_of_exactly_0() -> None:
-    """In float32 the mean of seven times 0.1 is not 0.1."""
-    rewards = torch.full((1, 7), 0.1)
-    assert (rewards - rewards.mean()).any()
+    """In float32 neither the mean of seven times 0.1 nor that of six times 0.3 need be that number."""
+    rewards = torch.tensor([0.1, 0.3, 0.7, 0.9])[:, None].expand(4, 7).contiguous()
+    assert (rewards - rewards.mean(1, keepdim=True)).any()
+    assert (rewards - (rewards.sum(1, keepdim=True) - rewards) / 6).any()
     assert not group_advantages(rewards).any()
     assert not leave_one_out_advantages(rewards).any()
     assert without_variance(torch.tensor([[1.0, 1.0], [1.0, 2.0], [torch.nan, 2.0]])).tolist() == [
@@ -87,7 +88,7 @@ def _plain_gae(
 ) -> list[float]:
     """As a sum: A_t = Σ_k (γλ)^k δ_{t+k} over the trained tokens alone."""
     places = [place for place, here in enumerate(mask) if here]
-    after = [values[place] for place in places[1:]] + [last]
+    after = ([values[place] for place in places] + [last])[1:]
     deltas = [rewards[p] + gamma * follow - values[p] for p, follow in zip(places, after, strict=True)]
     found = [0.0] * len(mask)
     for index, place in enumerate(places):

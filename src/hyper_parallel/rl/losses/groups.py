@@ -22,7 +22,7 @@ from hyper_parallel.errors import ConfigError
 def has_reward_variance(rewards: Sequence[float | None], tolerance: float = 1e-8) -> bool:
     """Whether the rewards of one group differ by more than `tolerance`; None and NaN (no reward) are left out."""
     known = [reward for reward in rewards if reward is not None and not math.isnan(reward)]
-    return len(known) > 1 and max(known) - min(known) > tolerance
+    return bool(known) and max(known) - min(known) > tolerance
 
 
 def groups_without_variance(groups: Iterable[Sequence[float | None]]) -> int:
