@@ -1,7 +1,7 @@
 """The cost of a sandboxed program and of a reward in the pool: python benchmarks/reward_processes.py
 
 A program costs the start of an interpreter (`bare`: `python -I -S`), and what isolation adds. Each kind is run
-`--runs` times, alternating. Times are milliseconds of wall clock, whose median is far above the least on a busy machine,
+`--runs` times, alternating. Times are milliseconds of wall clock, with a high median on a busy machine,
 and of processor time (user and system, parent and children). Writes ``benchmarks/results/reward_processes.json``.
 """
 

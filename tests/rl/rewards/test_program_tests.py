@@ -58,6 +58,9 @@ def test_which_part_of_an_answer_is_the_program() -> None:
     assert program_of("x = 1") == "x = 1"
     assert program_of("Text\n```python\na\n```\nmore\n```py\nb\n```\n```bash\nls\n```") == "b\n"
     assert program_of("```\nopen") == "open"
+    assert program_of("x = '```'\n") == "x = '```'\n"
+    assert program_of("```bash\nls\n```") == "```bash\nls\n```"
+    assert len(program_of("```" * 300_000)) == 900_000
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,23 @@ def test_what_is_not_isolated_is_one_warning_or_refused(
         run("print(1)", isolation="required")
 
 
+@needs_isolation
+def test_a_kernel_that_keeps_its_file_system_still_isolates_the_rest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Path(sandbox.__file__).with_name("sandbox_launcher.py").read_text()
+    code = compile(source.replace("_PIVOT_ROOT[os.uname().machine]", "_PIVOT_ROOT['?']"), "launcher", "exec")
+    monkeypatch.setattr(sandbox, "_launcher", lambda: code)
+    monkeypatch.setattr(sandbox, "_warned", False)
+    program = "import os, json; open('f', 'w').write('x'); print(os.getpid(), os.getcwd())"
+    outcome = run(program)
+    assert outcome.missing == ("files",)
+    pid, folder = outcome.stdout.decode().split()
+    assert (int(pid), Path(folder).exists()) == (2, False)
+    assert "does not isolate files on this machine" in caplog.text
+    assert b"unreachable" in run("import socket; socket.create_connection(('192.0.2.1', 80), 1)").stderr
+
+
 def test_a_machine_without_processes_says_nothing_about_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(sandbox.__file__).with_name("sandbox_launcher.py").read_text()
     broken = compile(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.rewards.sandbox import Isolation, Limits, run
 from hyper_parallel.untrusted import parse_json
 
-_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9+]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "py", "python3")
 _TESTS = 1000
 
@@ -57,7 +55,7 @@ class Test:
     def passes(self, program: str, limits: Limits, isolation: Isolation) -> bool:
         """Whether the program ends without error and gives what is expected."""
         if self.expression is None:
-            outcome = run(program, self.stdin.encode(), limits, isolation)
+            outcome = run(program, self.stdin.encode(errors="replace"), limits, isolation)
             return outcome.succeeded and _lines(outcome.stdout.decode(errors="replace")) == _lines(
                 self.expected
             )
@@ -96,8 +94,19 @@ def code(
 
 def program_of(answer: str) -> str:
     """The program in an answer."""
-    blocks = [block for language, block in _FENCE.findall(answer) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else answer
+    program, language = answer, ""
+    block: list[str] | None = None
+    for line in [*answer.splitlines(keepends=True), "```"]:
+        fence = line.strip().startswith("```")
+        if fence and block is None:
+            block, language = [], line.strip().removeprefix("```").strip().lower()
+        elif fence and block is not None:
+            if language in _PYTHON:
+                program = "".join(block)
+            block = None
+        elif block is not None:
+            block.append(line)
+    return program
 
 
 def read_tests(task: Mapping[str, Any]) -> list[Test]:
