@@ -15,6 +15,7 @@ the difference to the last one. It pays on links slower than saved bytes / (seco
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import time
@@ -24,9 +25,8 @@ from typing import Any
 import measure
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.ranks import run_ranks
+from harness import ranks
 from harness.weight_layouts import held, random_description
 from hyper_parallel.compat.standalone_group import serve_store
 from hyper_parallel.layout import Layout, Mesh
@@ -49,9 +49,11 @@ UPDATES = 12
 
 
 def sides(seed: int) -> tuple[Description, Description]:
-    """A random actor and rollout with the same parameters: 16 of float32, up to 1 MiB each."""
+    """A random actor and rollout with the same parameters: 16 of float32, up to 1 MiB each, some of 8 experts."""
     draw = random.Random(seed)
-    shapes = {f"p{at}": (draw.randint(64, 512), draw.randint(64, 512)) for at in range(16)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"p{at}": (draw.randint(64, 512), draw.randint(64, 512)) for at in range(12)
+    } | {f"e{at}": (8, draw.randint(32, 128), draw.randint(64, 256)) for at in range(4)}
     actor = random_description(draw, "actor", shapes, ["float32"], MOST)
     return actor, random_description(draw, "rollout", shapes, ["float32"], MOST)
 
@@ -85,7 +87,7 @@ class Rank:
         self.gathering = plan_weights(actor, collector(actor), colocated=True)
         self.rank, self.actor, self.rollout = rank, actor, rollout
         self.gives, self.takes = rank < actor.world, actor.world <= rank < self.plan.world
-        values = {p.name: torch.arange(p.layout.shape[0] * p.layout.shape[1]) for p in actor.parameters}
+        values = {p.name: torch.arange(math.prod(p.layout.shape)) for p in actor.parameters}
         self.whole = {name: torch.empty(0) for name in values}
         if self.gives:
             self.source = {p.name: values[p.name].float()[held(p, rank)] for p in actor.parameters}
@@ -168,8 +170,10 @@ def worker(rank: int, world: int, port: int, pairs: int) -> list[dict[str, Any]]
                 assert one.right(), f"pair {seed}: {method} on rank {rank}"
         moved = torch.tensor(0 if one.link is None else one.link.sent_bytes // RUNS)
         dist.all_reduce(moved)
-        headers = sum(1 for _ in one.plan.messages()) * HEADER_BYTES
-        size = sum(p.layout.shape[0] * p.layout.shape[1] * 4 for p in one.actor.parameters)
+        messages = list(one.plan.messages())
+        # A header for each message, and an acknowledgement of one byte from each receiver to each of its senders.
+        headers = len(messages) * HEADER_BYTES + len({(m.sender, m.receiver) for m in messages})
+        size = sum(math.prod(p.layout.shape) * 4 for p in one.actor.parameters)
         rows.append(
             {
                 "actor": dict(one.actor.parameters[0].layout.mesh.axes),
@@ -191,6 +195,8 @@ def worker(rank: int, world: int, port: int, pairs: int) -> list[dict[str, Any]]
 
 def deltas() -> list[dict[str, Any]]:
     """Bytes and time of differences between the versions of a model that trains."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     rows = []
     for rate in RATES:
         torch.manual_seed(0)
@@ -267,9 +273,12 @@ def main() -> None:
     given.add_argument("--pairs", type=int, default=50)
     pairs = given.parse_args().pairs
     torch.set_num_threads(1)
+    ranks.PRELOAD[:] = ["torch", "numpy"]
     served = serve_store("127.0.0.1")
     began = time.perf_counter()
-    rows: list[dict[str, Any]] = run_ranks(worker, WORLD, served.port, pairs, timeout=60 + 20.0 * pairs)[0]
+    rows: list[dict[str, Any]] = ranks.run_ranks(
+        worker, WORLD, served.port, pairs, timeout=60 + 20.0 * pairs
+    )[0]
     minimal = sum(row["bytes"] == row["lower_bound"] for row in rows)
     quicker = [row["seconds"]["gather_then_broadcast"] / row["seconds"]["point_to_point"] for row in rows]
     fewer = [row["gather_then_broadcast_bytes"] / row["bytes"] for row in rows]

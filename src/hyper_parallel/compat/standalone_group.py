@@ -60,14 +60,14 @@ class StandaloneGroup:
 
     @classmethod
     def connect(
-        cls, host: str, port: int, prefix: str, *, rank: int, world: int, seconds: float
+        cls, host: str, port: int, prefix: str, *, rank: int, world: int, seconds: float, digest: str = ""
     ) -> StandaloneGroup:
         """Meet the other ranks at a store, under a prefix that no group of it has had.
 
         Each rank listens on this machine's address where the store is on a loopback address, else on the interface in
         GLOO_SOCKET_IFNAME, or that of the machine's name.
 
-        Raises PeerError when they have not all come within `seconds`.
+        Raises PeerError when they have not all come within `seconds`, or where rank 0 has another `digest`.
         """
         ends = time.monotonic() + seconds
         try:
@@ -82,9 +82,16 @@ class StandaloneGroup:
             left = max(ends - time.monotonic(), 0.001)
             options._timeout = timedelta(seconds=left)
             store.set_timeout(options._timeout)
-            return cls(dist.ProcessGroupGloo(c10d.PrefixStore(prefix, store), rank, world, options))
+            if rank == 0:
+                store.set(f"{prefix}/digest", digest)
+            group = cls(dist.ProcessGroupGloo(c10d.PrefixStore(prefix, store), rank, world, options))
+            first = store.get(f"{prefix}/digest").decode()
         except RuntimeError as error:  # of the distributed package, and gloo's
             raise PeerError(f"the ranks have not met within {seconds:g} s ({_first_line(error)})") from error
+        if first != digest:
+            group.close()
+            raise PeerError("rank 0 was given something else to exchange")
+        return group
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Begin to send; the tensor stays as it is until `wait`."""

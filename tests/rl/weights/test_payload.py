@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
-from hyper_parallel.rl.weights.payload import apply_difference, checksum, difference, pack, unpack
+from hyper_parallel.rl.weights.payload import apply_difference, checksum, difference, pack, payload_of, unpack
 from hyper_parallel.rl.weights.plan import Message, Part, PlannedParameter
 
 
@@ -63,8 +63,8 @@ def test_boxes_are_rounded_on_their_way() -> None:
     message = _message([3, 3])
     given_values = {"s0": torch.tensor([1.0, 2.0, 1 + 2**-12]), "s1": torch.tensor([1.0, 2.0, 1 + 2**-12])}
     staged = {"t0": torch.zeros(3), "t1": torch.zeros(3, dtype=torch.bfloat16)}
-    payload = pack(message, lambda part: given_values[part.parameter.source][part.give])
-    unpack(message, payload, staged)
+    packed = pack(message, lambda part: given_values[part.parameter.source][part.give])
+    unpack(message, payload_of(packed), staged)
     assert staged["t0"].tolist() == given_values["s0"].tolist()
     assert staged["t1"].tolist() == [1.0, 2.0, 1.0]
 

@@ -50,7 +50,9 @@ class _Faulty(StandaloneGroup):
 
     def _happens(self, tensor: torch.Tensor) -> None:
         if self._fault == "damage":
-            tensor[len(tensor) // 2] ^= 1
+            tensor[-1] ^= 1
+        elif self._fault == "damage header":
+            tensor[20] ^= 1
         elif self._fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         else:
@@ -141,7 +143,7 @@ def test_a_damaged_byte_is_found() -> None:
 
 
 def test_a_damaged_header_is_found() -> None:
-    _, rollouts = run_roles(_actor, 2, _rollout, 2, "actor 1", "damage", 1)
+    _, rollouts = run_roles(_actor, 2, _rollout, 2, "actor 1", "damage header", 2)
     assert isinstance(rollouts, list)
     assert any("from actor rank 1: the header of a message is damaged" in failed for failed, *_ in rollouts)
     assert all(kept for _, _, kept, _ in rollouts)

@@ -1,20 +1,23 @@
 """The messages of a version on one rank, sent and received round by round into staging tensors.
 
-All payloads that leave the source were packed before. In a round a rank posts the receives of all headers, then, as
-each header is found right, that of its payload; it checks the checksum and unpacks. Sends end on their own, and are
-waited for after the last round: the library holds a send back until the receiver has posted its receive.
+What leaves the source was packed before. A message is its header and its payload, at once; with delta encoding the
+payload follows the header, which has its length. Receives are posted a round ahead (with delta encoding when they are
+due), since the library holds a send back until its receive is posted. After the last round every receiver acknowledges
+to each of its senders, with one byte, that all it was sent is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from hyper_parallel.compat.standalone_group import Pending
 from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
 from hyper_parallel.rl.weights.link import Link
-from hyper_parallel.rl.weights.payload import box_of, checksum, difference, pack
+from hyper_parallel.rl.weights.payload import box_of, checksum, difference, pack, payload_of
 from hyper_parallel.rl.weights.plan import Message
 from hyper_parallel.rl.weights.version_messages import VersionMessages
 
@@ -29,11 +32,14 @@ class Exchange:
 
     def __init__(self, link: Link) -> None:
         self._link, self._rounds = link, _numbered(link)
+        messages = [message for halves in self._rounds for half in halves for _, message in half]
+        self._given = {m.receiver: m for m in messages if m.sender == link.rank}
+        self._taken = {m.sender: m for m in messages if m.receiver == link.rank}
         self._base: dict[Key, Tensor] = {}
         """With delta encoding: the payloads of the last version that was sent."""
         self._base_version = -1
         self.sent_bytes = 0
-        """Bytes that this rank has sent, headers included."""
+        """Bytes that this rank has sent, headers and acknowledgements included."""
 
     def packed(self, source: Mapping[str, Tensor]) -> dict[Key, Tensor]:
         """Copies of all that this rank sends of its own parameters."""
@@ -59,35 +65,51 @@ class Exchange:
         Arguments as of `VersionMessages`. Raises WeightsError, after which the other ranks can no longer be relied on.
         """
         one = VersionMessages(self._link, version, staged, held, seconds)
-        for cross, gather in self._rounds:
-            self._half_round(one, cross, packed)
-            self._half_round(one, gather, None)
-        one.finish_sends()
+        ahead: list[deque[Pending]] = []
+        for at, (cross, gather) in enumerate(self._rounds):
+            for later in self._rounds[len(ahead) : at + 2]:
+                ahead.append(deque())
+                if not self._link.plan.options.delta:
+                    ahead[-1].extend(one.begin(message) for _, message in self._coming(later))
+            for half in (cross, gather):
+                self._half_round(one, half, packed if half is cross else None, ahead[at])
+        one.finish(self._given, self._taken)
+        self.sent_bytes += len(self._taken)
         assert one.version is not None, "a rank that is given no version receives a message"
         self._base_version = one.version
         return one.version
 
+    def _coming(self, halves: Iterable[Sequence[Numbered]]) -> list[Numbered]:
+        """The messages that this rank receives, in the order in which they are posted."""
+        return [entry for half in halves for entry in half if entry[1].receiver == self._link.rank]
+
     def _half_round(
-        self, one: VersionMessages, messages: Sequence[Numbered], packed: dict[Key, Tensor] | None
+        self,
+        one: VersionMessages,
+        messages: Sequence[Numbered],
+        packed: dict[Key, Tensor] | None,
+        begun: deque[Pending],
     ) -> None:
-        """`packed`: None where what is sent was received before."""
-        coming = [entry for entry in messages if entry[1].receiver == self._link.rank]
-        headers = [one.begin_header(message) for _, message in coming]
+        """`packed`: None where what is sent was received before. `begun`: the receives posted ahead."""
+        coming = self._coming([messages])
+        if self._link.plan.options.delta:
+            begun.extend(one.begin(message) for _, message in coming)
         for place, message in messages:
             if message.sender == self._link.rank:
-                payload = (
+                whole = (
                     packed.pop((message.receiver, place))
                     if packed is not None
                     else pack(message, lambda part: box_of(one.staged[part.parameter.target], part.give))
                 )
-                self._send(one, message, place, payload)
-        for (place, message), header in zip(coming, headers, strict=True):
-            one.receive(message, place, header)
+                self._send(one, message, place, whole)
+        for place, message in coming:
+            one.receive(message, place, begun.popleft())
 
-    def _send(self, one: VersionMessages, message: Message, place: int, payload: Tensor) -> None:
+    def _send(self, one: VersionMessages, message: Message, place: int, packed: Tensor) -> None:
         assert one.version is not None, "who sends knows the version"
-        sent, base = payload, -1
-        if self._link.plan.options.delta:
+        payload, base, delta = payload_of(packed), -1, self._link.plan.options.delta
+        sent = payload
+        if delta:
             key = message.receiver, place
             if key in self._base:
                 sent = difference(message, payload, self._base[key])
@@ -102,8 +124,9 @@ class Exchange:
             length=sent.numel(),
             checksum=checksum(sent),
         )
-        one.send(message, torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
-        if sent.numel():
+        packed[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        one.send(message, packed[:HEADER_BYTES] if delta else packed)
+        if delta and sent.numel():
             one.send(message, sent)
         self.sent_bytes += HEADER_BYTES + sent.numel()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.program.cells import Slices
+from hyper_parallel.rl.weights.header import HEADER_BYTES
 from hyper_parallel.rl.weights.plan import Message, Part
 
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -30,12 +31,20 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def pack(message: Message, value: Callable[[Part], Tensor]) -> Tensor:
-    """uint8[message.bytes] on the host. `value` gives a part's box, which is rounded to its element type on its way."""
-    payload = torch.empty(message.bytes, dtype=torch.uint8)
-    for part, into in _views(message, payload):
+    """uint8[64 + message.bytes] on the host: space for the header, and the payload.
+
+    `value` gives a part's box, which is rounded to its element type on its way.
+    """
+    packed = torch.empty(HEADER_BYTES + message.bytes, dtype=torch.uint8)
+    for part, into in _views(message, payload_of(packed)):
         box = value(part)
         into.view(box.shape).copy_(box)
-    return payload
+    return packed
+
+
+def payload_of(packed: Tensor) -> Tensor:
+    """The payload in what `pack` made."""
+    return packed[HEADER_BYTES:]
 
 
 def unpack(message: Message, payload: Tensor, staged: Mapping[str, Tensor]) -> None:

@@ -55,12 +55,19 @@ def connect(
     """
     try:
         group = StandaloneGroup.connect(
-            meeting.host, meeting.port, meeting.prefix, rank=rank, world=plan.world, seconds=seconds
+            meeting.host,
+            meeting.port,
+            meeting.prefix,
+            rank=rank,
+            world=plan.world,
+            seconds=seconds,
+            digest=plan.digest.hex(),
         )
     except PeerError as error:
+        ranks = f"all {plan.world} ranks of {plan.source.role} and {plan.target.role}"
         raise WeightsError(
             f"{plan.named(rank)}: connect for weights at {meeting.host}:{meeting.port}, epoch {meeting.epoch}: "
-            f"{error}; all {plan.world} ranks of {plan.source.role} and {plan.target.role} need this address and epoch"
+            f"{error}; {ranks} need the same plan, address and epoch"
         ) from error
     link = Link(plan=plan, rank=rank, group=group, epoch=meeting.epoch)
     return WeightTransfer(link, source=source, target=target, seconds=seconds, version=version)
@@ -97,7 +104,7 @@ class WeightTransfer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent so far, headers included."""
+        """Bytes that this rank has sent so far, headers and acknowledgements included."""
         return self._exchange.sent_bytes
 
     def begin_send(self, version: int) -> None:
@@ -106,7 +113,7 @@ class WeightTransfer:
         self._begin(version)
 
     def finish_send(self) -> int:
-        """Wait until the other ranks have taken it; the version. Raises WeightsError."""
+        """Wait until those that it was sent to have found it right; the version. Raises WeightsError."""
         return self._finish()
 
     def send(self, version: int) -> int:

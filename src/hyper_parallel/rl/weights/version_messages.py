@@ -12,7 +12,7 @@ from hyper_parallel.compat.standalone_group import PeerError, Pending
 from hyper_parallel.errors import WeightsError
 from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
 from hyper_parallel.rl.weights.link import Link
-from hyper_parallel.rl.weights.payload import apply_difference, box_of, checksum, pack, unpack
+from hyper_parallel.rl.weights.payload import apply_difference, box_of, checksum, pack, payload_of, unpack
 from hyper_parallel.rl.weights.plan import Message
 
 
@@ -29,35 +29,43 @@ class VersionMessages:
         self._began, self._seconds = time.monotonic(), seconds
         self._sends: list[tuple[Message, Pending]] = []
 
-    def send(self, message: Message, tensor: Tensor) -> None:
-        """Begin to send, and keep the tensor until it is sent."""
+    def send(self, message: Message, tensor: Tensor, to: int | None = None) -> None:
+        """Begin to send, and keep the tensor until it is sent. `to`: the message's receiver."""
         try:
-            pending = self._link.group.send(tensor, message.receiver)
+            pending = self._link.group.send(tensor, message.receiver if to is None else to)
         except PeerError as error:
             raise self._error(message, str(error)) from error
         self._sends.append((message, pending))
 
-    def finish_sends(self) -> None:
-        """Wait until all is sent."""
-        for message, pending in self._sends:
+    def finish(self, given: Mapping[int, Message], taken: Mapping[int, Message]) -> None:
+        """Acknowledge what was received, and wait until all that was sent is acknowledged.
+
+        `given`: by receiver, a message that it was sent; `taken`: by sender, one that it sent.
+        """
+        coming = [(message, self._begin(message, 1, message.receiver)) for message in given.values()]
+        for message in taken.values():
+            self.send(message, torch.ones(1, dtype=torch.uint8), message.sender)
+        for message, pending in (*coming, *self._sends):
             self._wait(message, pending)
 
-    def begin_header(self, message: Message) -> Pending:
-        """Begin to receive a message's header."""
-        return self._begin(message, HEADER_BYTES)
+    def begin(self, message: Message) -> Pending:
+        """Begin to receive a message; of one that may be a difference only the header, which has its length."""
+        delta = self._link.plan.options.delta
+        return self._begin(message, HEADER_BYTES + (0 if delta else message.bytes))
 
     def receive(self, message: Message, place: int, pending: Pending) -> None:
-        """Receive a message whose header is on its way, check it and unpack it. `place`: the index that is due."""
+        """Receive a message that has begun, check it and unpack it. `place`: the index that is due."""
+        received = self._wait(message, pending)
         try:
-            header = Header.parse(self._wait(message, pending).numpy().tobytes())
+            header = Header.parse(received[:HEADER_BYTES].numpy().tobytes())
         except ValueError as error:
             raise self._error(message, str(error)) from error
         if self.version is None:
             self.version = header.version
         if wrong := self._wrong(header, message, place):
             raise self._error(message, wrong)
-        payload = torch.empty(0, dtype=torch.uint8)
-        if header.length:
+        payload = payload_of(received)
+        if self._link.plan.options.delta and header.length:
             payload = self._wait(message, self._begin(message, header.length))
         if checksum(payload) != header.checksum:
             raise self._error(
@@ -66,7 +74,7 @@ class VersionMessages:
         if header.base >= 0:
             old = pack(message, lambda part: box_of(self.staged[part.parameter.target], part.take))
             try:
-                payload = apply_difference(message, payload, old)
+                payload = apply_difference(message, payload, payload_of(old))
             except ValueError as error:
                 raise self._error(message, str(error)) from error
         unpack(message, payload, self.staged)
@@ -88,10 +96,10 @@ class VersionMessages:
             return f"got {header.length} bytes for {message.named}, which has {message.bytes}"
         return None
 
-    def _begin(self, message: Message, size: int) -> Pending:
+    def _begin(self, message: Message, size: int, sender: int | None = None) -> Pending:
         tensor = torch.empty(size, dtype=torch.uint8)
         try:
-            return self._link.group.receive(tensor, message.sender)
+            return self._link.group.receive(tensor, message.sender if sender is None else sender)
         except PeerError as error:
             raise self._error(message, str(error)) from error
 
