@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import secrets
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ class RayEngine(QueueEngine[RayGroup]):
         _authenticate(address)
         self._ray = _ray()
         self._connected = _connect(self._ray, address, cpus)
-        self._arrived: deque[tuple[RayGroup, _Actors, int, str, Any]] = deque()
+        # Ray's threads put into it and must not wait for the engine's lock, whose holder may wait for Ray.
+        self._arrived: queue.SimpleQueue[tuple[RayGroup, _Actors, int, str, Any] | None] = queue.SimpleQueue()
         self._actor = self._ray.remote(concurrency_groups={"position": 1, "watch": 1})(RayWorker)
         self._thread.start()
 
@@ -158,7 +159,7 @@ class RayEngine(QueueEngine[RayGroup]):
             if self._closed:
                 return
             self._closed = True
-            self._changed.notify_all()
+        self._wake()
         for group in self._groups.values():
             self.kill(group, "the engine was closed")
             with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
@@ -198,8 +199,7 @@ class RayEngine(QueueEngine[RayGroup]):
         reference.future().add_done_callback(arrived)
 
     def _arrive(self, group: RayGroup, made: _Actors, rank: int, kind: str, value: Any) -> None:
-        with self.noticed():
-            self._arrived.append((group, made, rank, kind, value))
+        self._arrived.put((group, made, rank, kind, value))
 
     def _kill(self, group: RayGroup) -> None:
         made = group._actors
@@ -222,22 +222,30 @@ class RayEngine(QueueEngine[RayGroup]):
     # The engine's thread.
 
     def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        self._arrived.put(None)
 
     def _serve(self) -> None:
         due = time.monotonic()
-        with self._changed:
-            while not self._closed:
-                self._changed.wait(max(0.0, due - time.monotonic()))
-                due = self._turn(due)
+        while not self._closed:
+            try:
+                arrived = self._arrived.get(timeout=max(0.001, due - time.monotonic()))
+            except queue.Empty:
+                arrived = None
+            due = self._turn(due, arrived)
 
-    def _turn(self, due: float) -> float:
+    def _turn(self, due: float, arrived: tuple[RayGroup, _Actors, int, str, Any] | None) -> float:
         """Hear and act; when the next turn should begin at the latest."""
-        self._postpone(time.monotonic() - due)
+        with self._changed:
+            if self._closed:
+                return due
+            self._postpone(time.monotonic() - due)
+            while arrived is not None:
+                self._hear(*arrived)
+                arrived = None if self._arrived.empty() else self._arrived.get()
+            return self._act()
+
+    def _act(self) -> float:
         active = [group for group in self._groups.values() if group._actors is not None]
-        while self._arrived:
-            self._hear(*self._arrived.popleft())
         for group in active:
             if group._queue.look():
                 self._kill(group)
