@@ -58,8 +58,8 @@ def case(name: str) -> Setting:
         "lengths": {"mean": 1000, "sigma": 1.0, "longest": 2**20},
         "generation": {"pass_seconds": 0.01, "slots": SAMPLES // DEVICES},
         "train": {"work": 0.0},
-        "warmup": 4,
-        "steps": 16,
+        "warmup": 12,  # at first, window trains short answers and the long ones are not due yet
+        "steps": 12,
     }
     if name == "shared passes":
         setting["generation"] |= {"pass_seconds": 0.01 * 31 / 32, "sequence_seconds": 0.01 / 32}
@@ -73,7 +73,7 @@ def mean(results: list[LoopResult]) -> dict[str, Any]:
     """The mean over seeds of what a row shows, and the largest staleness of any."""
     count = len(results)
     row = {
-        name: round(sum(getattr(result, name) for result in results) / count, 4)
+        name: round(sum(getattr(result, name) for result in results) / count, 4) + 0.0
         for name in ("seconds", "generating", "training", "bubble", "wasted", "mean_staleness")
     }
     row["step_tokens"] = round(sum(result.tokens for result in results) / count)
@@ -89,7 +89,7 @@ def orders(name: str) -> Iterator[dict[str, Any]]:
     settings = [("window", 0), *((o, s) for s in bounds for o in ("fifo", "window", "discard", "capacity"))]
     for order, staleness in settings:
         own = {**setting, "order": order, "staleness": staleness}
-        split = best_split(RlSimulation(**{**own, "steps": 6}))
+        split = best_split(RlSimulation(**{**own, "warmup": 10, "steps": 6}))
         found = mean([simulate_loop(RlSimulation(**own, seed=seed), split.rollout) for seed in SEEDS])
         yield {
             "case": name,
@@ -238,7 +238,6 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS)
     only = parser.parse_args().only
     path = RESULTS / "rl_simulated.json"
-    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     makers = {
         "orders": lambda: (
             row for name in ("timers", "shared passes", "fixed training") for row in orders(name)
@@ -246,11 +245,14 @@ def main() -> None:
         "verl": lambda: (row for tokens in (3000, 2000, 4000) for row in verl(tokens)),
         "one_step_off": one_step_off,
     }
+    found: dict[str, Any] = {part: [] for part in only}
     for part in only:
-        result[part] = []
         for row in makers[part]():
-            result[part].append(row)
+            found[part].append(row)
             print(part, *(f"{key}={value}" for key, value in row.items()), flush=True)
+    # Read now: another run may have written other parts meanwhile.
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    result.update(found)
     for key in ("date", "machine"):
         result.pop(key, None)
     write("rl_simulated", {"source": "simulated", **result})

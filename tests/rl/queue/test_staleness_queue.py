@@ -82,7 +82,7 @@ def test_a_thousand_schedules() -> None:
             queue,
             seed=seed,
             updates=updates,
-            batches=6,
+            batches=5,
             workers=draw.randint(1, 4),
             slots=draw.randint(1, 6),
             lag=draw.choice((1, 4, 30)),
