@@ -1,8 +1,8 @@
 """Kills and stops in the middle of synchronous runs: python benchmarks/rl_faults.py [--faults N] [--seed N]
 
 Workers of every group are sent SIGKILL or SIGSTOP at random moments, in runs of 120 steps, until there were enough
-faults. Each run must end, with every prompt trained exactly once and in its order, no process left, and the weights of a
-plain loop without workers, bit for bit. Writes benchmarks/results/rl_faults.json. Ends with 1 when one does not.
+faults. Each run must end, with every prompt trained exactly once and in its order, no process left, and the weights of
+a plain loop without workers, bit for bit. Writes benchmarks/results/rl_faults.json. Ends with 1 when one does not.
 """
 
 from __future__ import annotations
