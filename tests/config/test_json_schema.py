@@ -20,7 +20,8 @@ from hyper_parallel.strategy import AXIS_NAMES, Strategy
 jsonschema = pytest.importorskip("jsonschema", reason="part of the extra 'dev'")
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+# The files of examples/rl have other sections.
+EXAMPLES = sorted(file for file in (ROOT / "examples").rglob("*.yaml") if file.parent.name != "rl")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.M | re.S)
 
