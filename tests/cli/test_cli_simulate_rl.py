@@ -14,7 +14,7 @@ from hyper_parallel.cli.main import command
 from hyper_parallel.config.rl_simulation import load_rl_simulation
 from hyper_parallel.errors import ConfigError
 
-EXAMPLE = Path(__file__).parents[2] / "examples/simulate/rl-verl.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples/rl/simulate-verl.yaml"
 SMALL = ["simulation.batch=8", "simulation.steps=2", "simulation.warmup=1", "simulation.group=2"]
 # Runs the command line in a fresh interpreter, and then says whether torch was imported.
 PROBE = """

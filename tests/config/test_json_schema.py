@@ -21,9 +21,11 @@ from hyper_parallel.strategy import AXIS_NAMES, Strategy
 jsonschema = pytest.importorskip("jsonschema", reason="part of the extra 'dev'")
 
 ROOT = Path(__file__).parents[2]
-RL_EXAMPLES = sorted((ROOT / "examples" / "rl").glob("*.yaml"))
-OTHERS = {*RL_EXAMPLES, ROOT / "examples" / "simulate" / "rl-verl.yaml"}
-EXAMPLES = [file for file in sorted((ROOT / "examples").rglob("*.yaml")) if file not in OTHERS]
+# Files of `rl` have other sections, and so have those of `simulate --rl`.
+RL_EXAMPLES = sorted(
+    file for file in (ROOT / "examples" / "rl").glob("*.yaml") if not file.name.startswith("simulate-")
+)
+EXAMPLES = sorted(file for file in (ROOT / "examples").rglob("*.yaml") if file.parent.name != "rl")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.M | re.S)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     "--rl",
     is_flag=True,
     help="Simulate a reinforcement-learning loop from the times of its roles. FILE: a YAML file with a section "
-    "simulation, such as examples/simulate/rl-verl.yaml.",
+    "simulation, such as examples/rl/simulate-verl.yaml.",
 )
 @click.option(
     "--ranks",
@@ -89,7 +89,7 @@ def simulate(
       hyper-parallel simulate run.yaml --cluster cloudmatrix384 strategy.axes.tensor=8 --html step.html
       hyper-parallel calibrate && hyper-parallel simulate run.yaml --cluster cluster.yaml     this machine
       hyper-parallel simulate llama-3-8b --generate --cluster h100x1 inference.batch=32 workload.prompt_tokens=4096
-      hyper-parallel simulate --rl examples/simulate/rl-verl.yaml
+      hyper-parallel simulate --rl examples/rl/simulate-verl.yaml
 
     \b
     Exit codes:

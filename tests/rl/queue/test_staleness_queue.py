@@ -245,15 +245,16 @@ def test_a_lost_item_moves_others_to_earlier_batches_and_frees_one_slot() -> Non
     assert queue.counters.wasted_share == 10 / 12
 
 
-def test_a_batch_in_training_is_trained_again_from_a_checkpoint() -> None:
-    queue = StalenessQueue[int](batch=2, staleness=1, version=5)
-    for ticket in queue.start(3, 5)[:2]:
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_batch_in_training_is_trained_again_from_a_checkpoint(order: Order) -> None:
+    queue = StalenessQueue[int](batch=2, staleness=1, version=5, order=order)
+    for ticket in queue.start(4, 5)[:3]:
         queue.finish(ticket, ticket, 5, 1)
     batch = queue.take()
     again = StalenessQueue[int].from_state(json.loads(json.dumps(queue.state(encode=str))), decode=int)
-    assert again.version == 5 and again.running == (2,)
+    assert again.version == 5 and again.running == (3,)
     assert again.take() == batch
-    assert again.outstanding == queue.outstanding == 3
+    assert again.outstanding == queue.outstanding == 4
     assert again.state() == queue.state()
 
 

@@ -206,7 +206,8 @@ class StalenessQueue(Generic[Item]):
 
         A batch in training counts as not trained: a trainer that resumes from this version trains it again.
         """
-        finished = {**self._finished, **self._training}
+        # Those in training first, so that they are chosen again.
+        finished = {**self._training, **self._finished}
         return {
             "batch": self.batch,
             "updates": self.updates,
