@@ -95,6 +95,12 @@ class RolloutRole(RoleConfig):
     page: Annotated[int, Field(ge=16, multiple_of=16, strict=True)] = 32
     """Tokens of a page of the KV cache."""
 
+    @property
+    def spread(self) -> GenerationStrategy:
+        """The strategy, of a role whose default was filled in."""
+        assert self.strategy is not None
+        return self.strategy
+
     @model_validator(mode="after")
     def _runs(self) -> RolloutRole:
         if self.strategy is None:
@@ -153,8 +159,9 @@ class Roles(Section):
     @model_validator(mode="after")
     def _groups_are_apart(self) -> Roles:
         actor, rollout, reference = self.actors, self.rollouts, self.references
+        worlds = {"rollout": rollout.spread.world, "reference": reference.strategy.world}
         for name, role in (("rollout", rollout), ("reference", reference)):
-            world = role.strategy.world
+            world = worlds[name]
             fits = len(role.placed) == world or (name == "rollout" and role.placed != actor.placed)
             if not fits or len(role.placed) % world:
                 raise ValueError(

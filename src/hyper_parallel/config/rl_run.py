@@ -77,8 +77,8 @@ class RLConfig(Section):
     def shares_model(self) -> bool:
         """Whether the rollout generates with the actor's own model: on the same devices, with the same axes."""
         actor, rollout = self.roles.actors, self.roles.rollouts
-        same = rollout.placed == actor.placed and rollout.strategy.axes == actor.strategy.axes
-        return same and rollout.strategy.rules == actor.strategy.rules
+        same = rollout.placed == actor.placed and rollout.spread.axes == actor.strategy.axes
+        return same and rollout.spread.rules == actor.strategy.rules
 
 
 def load_rl(path: str | Path, overrides: Sequence[str] = ()) -> RLConfig:

@@ -1,4 +1,4 @@
-"""What came of a batch: the metrics that trackers keep."""
+"""The report of a batch: the metrics that trackers keep."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Controller:
         busy = sum(
             one.size - len(one.samples) for one in self._under_way.values() if one.rollout == rollout.name
         )
-        room = max(0, role.batch * role.strategy.axes.replicate - busy)
+        room = max(0, role.batch * role.spread.axes.replicate - busy)
         left = (self._steps - self.state.step) * rl.prompts - self.queue.outstanding
         share = -(-rl.prompts // len(self._rollouts))
         count = min(-(-room // rl.group), share, self.queue.admissible(rollout.version), max(0, left))

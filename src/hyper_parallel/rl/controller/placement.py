@@ -36,10 +36,10 @@ def groups_of(config: RLConfig) -> list[GroupPlan]:
     if rollout.placed == roles.actors.placed:
         shared.append("rollout")
     else:
-        size = rollout.strategy.world
+        size = rollout.spread.world
         copies = [rollout.placed[at : at + size] for at in range(0, len(rollout.placed), size)]
         apart += [
-            GroupPlan(f"rollout-{number}", ("rollout",), devices, _axes_of(rollout.strategy), rollout.threads)
+            GroupPlan(f"rollout-{number}", ("rollout",), devices, _axes_of(rollout.spread), rollout.threads)
             for number, devices in enumerate(copies)
         ]
     if config.rl.kl:

@@ -1,4 +1,4 @@
-"""What a run writes: trackers, samples, and lines for the person who follows it."""
+"""Recorder: trackers, samples, and lines for the person who follows a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when workers are lost: their groups are started again, and the run goes on from where it can.
+"""Recovery of lost workers: their groups are started again, and the run goes on from where it can.
 
     a rollout    its answers under way are asked for again, by the same random numbers; it gets the actor's weights
     a reference  is loaded again; the batch that it was scoring is scored again

@@ -19,7 +19,7 @@ def rollout_model(config: RLConfig, tokenizer: Tokenizer, device: torch.device) 
     role, actor = config.roles.rollouts, config.roles.actor
     one = actor.strategy.precision.compute
     model = policy_on_meta(config, tokenizer, getattr(torch, one))
-    given = role.strategy
+    given = role.spread
     strategy = Strategy(axes=given.axes, placement=given.placement, rules=given.rules).model_copy(
         update={"precision": Precision(param=one, compute=one, reduce=one), "memory": Memory()}
     )
