@@ -6,7 +6,7 @@
 **Pairs.** 50 pairs of random layouts on groups of 1 to 4 processes. The lower bound is counted element by element, from
 the indices that each rank holds. Gather-then-broadcast gathers whole parameters on the actor's rank 0, with the fewest
 bytes too, and broadcasts them to all ranks of the rollout, which cut out their shards. Both alternate; a time is that
-of the slowest rank, the median of the runs.
+of the slowest rank, the median of the runs; CPU seconds are the sum over the ranks.
 
 **Delta.** A model is trained with AdamW, and after every update the payload in float32 and in bfloat16 is encoded as
 the difference to the last one. It pays on links slower than saved bytes / (seconds to encode and decode).
@@ -35,7 +35,7 @@ from hyper_parallel.rl.weights.header import HEADER_BYTES
 from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
 from hyper_parallel.rl.weights.meeting import Meeting
 from hyper_parallel.rl.weights.options import TransferOptions
-from hyper_parallel.rl.weights.payload import apply_difference, box_of, difference, pack
+from hyper_parallel.rl.weights.payload import apply_difference, box_of, difference, pack, payload_of
 from hyper_parallel.rl.weights.plan import Message, WeightPlan, plan_weights
 from hyper_parallel.rl.weights.transfer import WeightTransfer, connect
 
@@ -164,12 +164,17 @@ def worker(rank: int, world: int, port: int, pairs: int) -> list[dict[str, Any]]
     for seed in range(pairs):
         one = Rank(rank, port, seed)
         times: dict[str, list[float]] = {"point_to_point": [], "gather_then_broadcast": []}
+        cpu = dict.fromkeys(times, 0.0)
         for _ in range(RUNS):
             for method, seconds in times.items():
+                began = time.process_time()
                 seconds.append(measure.timed(getattr(one, method), world))
+                cpu[method] += (time.process_time() - began) / RUNS
                 assert one.right(), f"pair {seed}: {method} on rank {rank}"
         moved = torch.tensor(0 if one.link is None else one.link.sent_bytes // RUNS)
         dist.all_reduce(moved)
+        used = torch.tensor(list(cpu.values()))
+        dist.all_reduce(used)
         messages = list(one.plan.messages())
         # A header for each message, and an acknowledgement of one byte from each receiver to each of its senders.
         headers = len(messages) * HEADER_BYTES + len({(m.sender, m.receiver) for m in messages})
@@ -185,6 +190,7 @@ def worker(rank: int, world: int, port: int, pairs: int) -> list[dict[str, Any]]
                 "headers": headers,
                 "gather_then_broadcast_bytes": one.gathering.moved_bytes + one.rollout.world * size,
                 "gather_then_broadcast_crossing": one.rollout.world * size,
+                "cpu_seconds": dict(zip(cpu, used.tolist(), strict=True)),
                 "seconds": {method: statistics.median(seconds) for method, seconds in times.items()},
             }
         )
@@ -247,7 +253,7 @@ def deltas() -> list[dict[str, Any]]:
 def _payloads(plan: WeightPlan, model: Any) -> list[torch.Tensor]:
     tensors = local_tensors(model)
     return [
-        pack(message, lambda part: box_of(tensors[part.parameter.source], part.give))
+        payload_of(pack(message, lambda part: box_of(tensors[part.parameter.source], part.give)))
         for message in _sent(plan)
     ]
 
@@ -289,6 +295,9 @@ def main() -> None:
         "times_quicker": statistics.median(quicker),
         "times_quicker_least": min(quicker),
         "times_quicker_most": max(quicker),
+        "times_less_cpu": statistics.median(
+            row["cpu_seconds"]["gather_then_broadcast"] / row["cpu_seconds"]["point_to_point"] for row in rows
+        ),
         "quicker_in": sum(one > 1 for one in quicker),
     }
     print(summary, f"{time.perf_counter() - began:.0f} s")
