@@ -70,7 +70,7 @@ def checksum(payload: Tensor) -> int:
     rows = payload.numel() // (8 * _ROW)
     words = payload[: rows * 8 * _ROW].view(torch.int64).view(rows, _ROW)
     rest = payload[rows * 8 * _ROW :]
-    return zlib.crc32(memoryview(rest.numpy()), zlib.crc32(memoryview(words.sum(1).numpy())))
+    return zlib.crc32(rest.numpy().data, zlib.crc32(words.sum(1).numpy().data))
 
 
 def difference(message: Message, new: Tensor, old: Tensor) -> Tensor:
