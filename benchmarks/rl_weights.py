@@ -6,7 +6,7 @@
 **Pairs.** 50 pairs of random layouts on groups of 1 to 4 processes. The lower bound is counted element by element, from
 the indices that each rank holds. Gather-then-broadcast gathers whole parameters on the actor's rank 0, with the fewest
 bytes too, and broadcasts them to all ranks of the rollout, which cut out their shards. Both alternate; a time is that
-of the slowest rank, the median of the runs.
+of the slowest rank, the median of the runs; CPU seconds are the sum over the ranks.
 
 **Delta.** A model is trained with AdamW, and after every update the payload in float32 and in bfloat16 is encoded as
 the difference to the last one. It pays on links slower than saved bytes / (seconds to encode and decode).
@@ -35,7 +35,7 @@ from hyper_parallel.rl.weights.header import HEADER_BYTES
 from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
 from hyper_parallel.rl.weights.meeting import Meeting
 from hyper_parallel.rl.weights.options import TransferOptions
-from hyper_parallel.rl.weights.payload import apply_difference, box_of, difference, pack
+from hyper_parallel.rl.weights.payload import apply_difference, box_of, difference, pack, payload_of
 from hyper_parallel.rl.weights.plan import Message, WeightPlan, plan_weights
 from hyper_parallel.rl.weights.transfer import WeightTransfer, connect
 
@@ -48,12 +48,12 @@ RATES = (3e-4, 1e-5, 1e-6)
 UPDATES = 12
 
 
-def sides(seed: int) -> tuple[Description, Description]:
-    """A random actor and rollout with the same parameters: 16 of float32, up to 1 MiB each, some of 8 experts."""
+def sides(seed: int, scale: int) -> tuple[Description, Description]:
+    """A random actor and rollout with the same parameters: 16 of float32, up to scale² MiB each, some of 8 experts."""
     draw = random.Random(seed)
     shapes: dict[str, tuple[int, ...]] = {
-        f"p{at}": (draw.randint(64, 512), draw.randint(64, 512)) for at in range(12)
-    } | {f"e{at}": (8, draw.randint(32, 128), draw.randint(64, 256)) for at in range(4)}
+        f"p{at}": (draw.randint(64, 512) * scale, draw.randint(64, 512) * scale) for at in range(12)
+    } | {f"e{at}": (8, draw.randint(32, 128) * scale, draw.randint(64, 256) * scale) for at in range(4)}
     actor = random_description(draw, "actor", shapes, ["float32"], MOST)
     return actor, random_description(draw, "rollout", shapes, ["float32"], MOST)
 
@@ -81,8 +81,8 @@ def lower_bound(plan: WeightPlan) -> int:
 class Rank:
     """One process's part of a pair, in both methods."""
 
-    def __init__(self, rank: int, port: int, seed: int) -> None:
-        actor, rollout = sides(seed)
+    def __init__(self, rank: int, port: int, seed: int, scale: int) -> None:
+        actor, rollout = sides(seed, scale)
         self.plan = plan_weights(actor, rollout)
         self.gathering = plan_weights(actor, collector(actor), colocated=True)
         self.rank, self.actor, self.rollout = rank, actor, rollout
@@ -158,18 +158,23 @@ class Rank:
             dist.destroy_process_group(self.broadcast)
 
 
-def worker(rank: int, world: int, port: int, pairs: int) -> list[dict[str, Any]]:
+def worker(rank: int, world: int, port: int, pairs: int, scale: int) -> list[dict[str, Any]]:
     """All pairs, on one rank."""
     rows = []
     for seed in range(pairs):
-        one = Rank(rank, port, seed)
+        one = Rank(rank, port, seed, scale)
         times: dict[str, list[float]] = {"point_to_point": [], "gather_then_broadcast": []}
+        cpu = dict.fromkeys(times, 0.0)
         for _ in range(RUNS):
             for method, seconds in times.items():
+                began = time.process_time()
                 seconds.append(measure.timed(getattr(one, method), world))
+                cpu[method] += (time.process_time() - began) / RUNS
                 assert one.right(), f"pair {seed}: {method} on rank {rank}"
         moved = torch.tensor(0 if one.link is None else one.link.sent_bytes // RUNS)
         dist.all_reduce(moved)
+        used = torch.tensor(list(cpu.values()))
+        dist.all_reduce(used)
         messages = list(one.plan.messages())
         # A header for each message, and an acknowledgement of one byte from each receiver to each of its senders.
         headers = len(messages) * HEADER_BYTES + len({(m.sender, m.receiver) for m in messages})
@@ -185,6 +190,7 @@ def worker(rank: int, world: int, port: int, pairs: int) -> list[dict[str, Any]]
                 "headers": headers,
                 "gather_then_broadcast_bytes": one.gathering.moved_bytes + one.rollout.world * size,
                 "gather_then_broadcast_crossing": one.rollout.world * size,
+                "cpu_seconds": dict(zip(cpu, used.tolist(), strict=True)),
                 "seconds": {method: statistics.median(seconds) for method, seconds in times.items()},
             }
         )
@@ -247,7 +253,7 @@ def deltas() -> list[dict[str, Any]]:
 def _payloads(plan: WeightPlan, model: Any) -> list[torch.Tensor]:
     tensors = local_tensors(model)
     return [
-        pack(message, lambda part: box_of(tensors[part.parameter.source], part.give))
+        payload_of(pack(message, lambda part: box_of(tensors[part.parameter.source], part.give)))
         for message in _sent(plan)
     ]
 
@@ -267,6 +273,38 @@ def _difference(plan: WeightPlan, new: list[torch.Tensor], old: list[torch.Tenso
     return sum(one.numel() for one in new), sent, time.perf_counter() - began
 
 
+def measured(pairs: int, scale: int) -> list[dict[str, Any]]:
+    """The rows of `pairs` pairs, and a line about them."""
+    served, began = serve_store("127.0.0.1"), time.perf_counter()
+    rows: list[dict[str, Any]] = ranks.run_ranks(
+        worker, WORLD, served.port, pairs, scale, timeout=60 + 20.0 * pairs
+    )[0]
+    print(summary(rows), f"{time.perf_counter() - began:.0f} s", flush=True)
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over pairs."""
+    quicker = [row["seconds"]["gather_then_broadcast"] / row["seconds"]["point_to_point"] for row in rows]
+    cpu = [row["cpu_seconds"]["gather_then_broadcast"] / row["cpu_seconds"]["point_to_point"] for row in rows]
+    return {
+        "pairs": len(rows),
+        "megabytes": statistics.median(row["model"] for row in rows) / 1e6,
+        "equal_to_the_lower_bound": sum(row["bytes"] == row["lower_bound"] for row in rows),
+        "times_fewer_bytes": statistics.median(
+            row["gather_then_broadcast_bytes"] / row["bytes"] for row in rows
+        ),
+        "times_fewer_bytes_out_of_the_actor": statistics.median(
+            row["gather_then_broadcast_crossing"] / row["crossing"] for row in rows
+        ),
+        "times_quicker": statistics.median(quicker),
+        "times_quicker_least": min(quicker),
+        "times_quicker_most": max(quicker),
+        "quicker_in": sum(one > 1 for one in quicker),
+        "times_less_cpu": statistics.median(cpu),
+    }
+
+
 def main() -> None:
     """Run everything, print the summary and write the result."""
     given = argparse.ArgumentParser()
@@ -274,29 +312,25 @@ def main() -> None:
     pairs = given.parse_args().pairs
     torch.set_num_threads(1)
     ranks.PRELOAD[:] = ["torch", "numpy"]
-    served = serve_store("127.0.0.1")
-    began = time.perf_counter()
-    rows: list[dict[str, Any]] = ranks.run_ranks(
-        worker, WORLD, served.port, pairs, timeout=60 + 20.0 * pairs
-    )[0]
-    minimal = sum(row["bytes"] == row["lower_bound"] for row in rows)
-    quicker = [row["seconds"]["gather_then_broadcast"] / row["seconds"]["point_to_point"] for row in rows]
-    fewer = [row["gather_then_broadcast_bytes"] / row["bytes"] for row in rows]
-    summary = {
-        "pairs": len(rows),
-        "equal_to_the_lower_bound": minimal,
-        "times_fewer_bytes": statistics.median(fewer),
-        "times_quicker": statistics.median(quicker),
-        "times_quicker_least": min(quicker),
-        "times_quicker_most": max(quicker),
-        "quicker_in": sum(one > 1 for one in quicker),
-    }
-    print(summary, f"{time.perf_counter() - began:.0f} s")
+    rows = measured(pairs, 1)
+    large = measured(pairs // 5, 4)
     delta = deltas()
     for row in delta:
         print(row)
     if pairs == 50:
-        print(measure.write("rl_weights", {"runs": RUNS, "summary": summary, "delta": delta, "rows": rows}))
+        print(
+            measure.write(
+                "rl_weights",
+                {
+                    "runs": RUNS,
+                    "summary": summary(rows),
+                    "summary_large": summary(large),
+                    "delta": delta,
+                    "rows": rows,
+                    "rows_large": large,
+                },
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -95,11 +95,11 @@ class StandaloneGroup:
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Begin to send; the tensor stays as it is until `wait`."""
-        return self._begun(tensor, lambda group: group.send([tensor], to, 0))
+        return self._begun(tensor, lambda group: group.send([tensor], to, 0))  # type: ignore[attr-defined]
 
     def receive(self, tensor: Tensor, sender: int) -> Pending:
         """Begin to receive into a tensor of exactly the size that is sent."""
-        return self._begun(tensor, lambda group: group.recv([tensor], sender, 0))
+        return self._begun(tensor, lambda group: group.recv([tensor], sender, 0))  # type: ignore[attr-defined]
 
     def _begun(self, tensor: Tensor, begin: Callable[[dist.ProcessGroupGloo], dist.Work]) -> Pending:
         group = self._group

@@ -89,8 +89,18 @@ def test_a_header_survives_and_a_flipped_bit_is_found(bit: int, seed: int) -> No
         Header.parse(bytes(data))
 
 
-def test_a_flipped_bit_changes_the_checksum() -> None:
-    payload = torch.arange(100, dtype=torch.uint8)
+@given(st.integers(1, 5000), st.integers(0, 2**32), st.integers(0, 7))
+def test_a_flipped_bit_changes_the_checksum(size: int, at: int, bit: int) -> None:
+    payload = torch.from_numpy(np.random.default_rng(at).integers(0, 256, size, dtype=np.uint8))
     before = checksum(payload)
-    payload[50] ^= 4
+    assert checksum(payload.clone()) == before
+    payload[at % size] ^= 1 << bit
+    assert checksum(payload) != before
+
+
+def test_rows_that_change_places_change_the_checksum() -> None:
+    payload = torch.arange(4096, dtype=torch.int64).view(torch.uint8)
+    first, second = payload[:1024].clone(), payload[1024:2048].clone()
+    before = checksum(payload)
+    payload[:1024], payload[1024:2048] = second, first
     assert checksum(payload) != before

@@ -28,7 +28,7 @@ class Header:
     length: int
     """Bytes of the payload."""
     checksum: int
-    """CRC-32 of the payload."""
+    """Of the payload (`payload.checksum`)."""
 
     def pack(self) -> bytes:
         """[64] bytes."""

@@ -21,6 +21,8 @@ from hyper_parallel.rl.weights.plan import Message, Part
 
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """By bytes of an element."""
+_ROW = 128
+"""Words of a checksum's row."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -60,8 +62,15 @@ def box_of(tensor: Tensor, slices: Slices) -> Tensor:
 
 
 def checksum(payload: Tensor) -> int:
-    """CRC-32 of uint8[n] on the host."""
-    return zlib.crc32(memoryview(payload.numpy()))
+    """Of uint8[n] on the host: CRC-32 of the sums modulo 2^64 of each `_ROW` words of eight bytes, and of the rest.
+
+    Any change within one word is found, and others in a row unless they cancel, a chance of 2^-64; it is several times
+    faster than CRC-32 of all bytes.
+    """
+    rows = payload.numel() // (8 * _ROW)
+    words = payload[: rows * 8 * _ROW].view(torch.int64).view(rows, _ROW)
+    rest = payload[rows * 8 * _ROW :]
+    return zlib.crc32(rest.numpy().data, zlib.crc32(words.sum(1).numpy().data))
 
 
 def difference(message: Message, new: Tensor, old: Tensor) -> Tensor:
