@@ -61,7 +61,7 @@ def test_parameters_arrive_bit_for_bit(rollouts: int, targets: list[Axes]) -> No
 def _trains(rank: int, world: int, port: int, options: TransferOptions) -> list[int]:
     model = small_model(1)
     link = connected(model, "actor", rank, world, port, options=options)
-    sent = []
+    sent, buffers = [], []
     for version in range(3):
         link.begin_send(version)
         with torch.no_grad():  # the copy is taken at `begin_send`
@@ -69,13 +69,15 @@ def _trains(rank: int, world: int, port: int, options: TransferOptions) -> list[
                 p.view(-1)[version].add_(1)
         link.finish_send()
         sent.append(link.sent_bytes)
+        buffers.append(len(link._exchange._pool))
+    assert buffers[1] == buffers[2], "buffers are lost from version to version"
     return sent
 
 
 def _generates(rank: int, world: int, port: int, options: TransferOptions) -> list[bool]:
     model, expected = small_model(2), small_model(1)
     link = connected(model, "rollout", rank, world, port, options=options)
-    equal = []
+    equal, buffers = [], []
     for version in range(3):
         before = whole(model)
         link.begin_receive()
@@ -92,6 +94,8 @@ def _generates(rank: int, world: int, port: int, options: TransferOptions) -> li
         with torch.no_grad():
             for p in expected.parameters():
                 p.view(-1)[version].add_(1)
+        buffers.append(len(link._exchange._pool))
+    assert buffers[1] == buffers[2], "buffers are lost from version to version"
     return equal
 
 

@@ -96,7 +96,7 @@ class WeightTransfer:
         self._transferred = -1
         """The last version that was sent or received."""
         self._staged: dict[str, Tensor] = {}
-        """What was received last; with delta encoding it stays after it is installed."""
+        """What was received last. It stays: the next version is received into the same memory."""
         self._thread: threading.Thread | None = None
         self._outcome: int | BaseException | None = None
         self._failed = False
@@ -173,8 +173,6 @@ class WeightTransfer:
             for name, values in self._staged.items():
                 parameters[name].copy_(values)
         self.version = version
-        if not self.plan.options.delta:
-            self._staged = {}
 
     def close(self) -> None:
         """Close the connections. A transfer under way fails, on this rank by its deadline; nobody waits for it."""
