@@ -28,6 +28,8 @@ def _actor(rank: int, world: int, port: int, pairs: list[tuple[Axes, Axes]]) -> 
     for epoch, (axes, _) in enumerate(pairs):
         model = small_model(1, axes)
         link = connected(model, "actor", rank, world, port, epoch=epoch, options=SMALL)
+        with torch.no_grad():  # a score pass, after which FSDP2 may keep whole parameters
+            model(torch.arange(8).view(2, 4))
         link.send(1)
         link.close()
 
@@ -220,3 +222,28 @@ def test_ranks_that_do_not_come_are_named() -> None:
             source=lambda: local_tensors(model),
             seconds=0.5,
         )
+
+
+def test_parameters_that_have_changed_their_shape_are_refused() -> None:
+    served = serve_store("127.0.0.1")
+    model = small_model(1)
+    plan = plan_weights(describe(model, "actor"), describe(model, "rollout"), colocated=True)
+    tensors = dict(local_tensors(model))
+    copies = {name: value.clone() for name, value in tensors.items()}
+    link = connect(
+        plan,
+        0,
+        Meeting(host="127.0.0.1", port=served.port),
+        source=lambda: tensors,
+        target=lambda: copies,
+        seconds=5,
+    )
+    link.exchange(1)
+    copies["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(
+        WeightsError, match=r"model\.norm\.weight is torch\.float32 \[3\] here, and float32 \[16\]"
+    ):
+        link.install(1)
+    tensors.pop("model.norm.weight")
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight is nothing here"):
+        link.exchange(2)
