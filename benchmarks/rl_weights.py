@@ -35,7 +35,14 @@ from hyper_parallel.rl.weights.header import HEADER_BYTES
 from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
 from hyper_parallel.rl.weights.meeting import Meeting
 from hyper_parallel.rl.weights.options import TransferOptions
-from hyper_parallel.rl.weights.payload import apply_difference, box_of, difference, pack, payload_of
+from hyper_parallel.rl.weights.payload import (
+    apply_difference,
+    box_of,
+    difference,
+    pack,
+    packed_bytes,
+    payload_of,
+)
 from hyper_parallel.rl.weights.plan import Message, WeightPlan, plan_weights
 from hyper_parallel.rl.weights.transfer import WeightTransfer, connect
 
@@ -253,7 +260,13 @@ def deltas() -> list[dict[str, Any]]:
 def _payloads(plan: WeightPlan, model: Any) -> list[torch.Tensor]:
     tensors = local_tensors(model)
     return [
-        payload_of(pack(message, lambda part: box_of(tensors[part.parameter.source], part.give)))
+        payload_of(
+            pack(
+                message,
+                lambda part: box_of(tensors[part.parameter.source], part.give),
+                torch.empty(packed_bytes(message), dtype=torch.uint8),
+            )
+        )
         for message in _sent(plan)
     ]
 
@@ -269,7 +282,8 @@ def _difference(plan: WeightPlan, new: list[torch.Tensor], old: list[torch.Tenso
         encoded = difference(message, mine, theirs)
         sent += encoded.numel()
         if encoded is not mine:
-            assert torch.equal(apply_difference(message, encoded, theirs), mine)
+            apply_difference(message, encoded, theirs)
+            assert torch.equal(theirs, mine)
     return sum(one.numel() for one in new), sent, time.perf_counter() - began
 
 

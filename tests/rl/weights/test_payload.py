@@ -10,8 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hyper_parallel.rl.weights.buffers import BufferPool
 from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
-from hyper_parallel.rl.weights.payload import apply_difference, checksum, difference, pack, payload_of, unpack
+from hyper_parallel.rl.weights.payload import (
+    apply_difference,
+    checksum,
+    difference,
+    pack,
+    packed_bytes,
+    payload_of,
+    unpack,
+)
 from hyper_parallel.rl.weights.plan import Message, Part, PlannedParameter
 
 
@@ -35,7 +44,8 @@ def test_a_difference_gives_the_same_bits(sizes: list[int], share: float, seed: 
     sent = difference(message, torch.from_numpy(new), torch.from_numpy(old))
     assert sent.numel() <= message.bytes
     if sent.numel() < message.bytes:
-        applied = apply_difference(message, sent, torch.from_numpy(old))
+        applied = torch.from_numpy(old)
+        apply_difference(message, sent, applied)
         assert applied.tolist() == new.tolist()
     else:
         assert sent.tolist() == new.tolist()
@@ -63,7 +73,8 @@ def test_boxes_are_rounded_on_their_way() -> None:
     message = _message([3, 3])
     given_values = {"s0": torch.tensor([1.0, 2.0, 1 + 2**-12]), "s1": torch.tensor([1.0, 2.0, 1 + 2**-12])}
     staged = {"t0": torch.zeros(3), "t1": torch.zeros(3, dtype=torch.bfloat16)}
-    packed = pack(message, lambda part: given_values[part.parameter.source][part.give])
+    packed = torch.empty(packed_bytes(message), dtype=torch.uint8)
+    pack(message, lambda part: given_values[part.parameter.source][part.give], packed)
     unpack(message, payload_of(packed), staged)
     assert staged["t0"].tolist() == given_values["s0"].tolist()
     assert staged["t1"].tolist() == [1.0, 2.0, 1.0]
@@ -104,3 +115,18 @@ def test_rows_that_change_places_change_the_checksum() -> None:
     before = checksum(payload)
     payload[:1024], payload[1024:2048] = second, first
     assert checksum(payload) != before
+
+
+def test_buffers_are_used_again() -> None:
+    pool = BufferPool()
+    large, small = pool.take(100), pool.take(10)
+    pool.give_back(large)
+    pool.give_back(small)
+    assert pool.take(8).data_ptr() == small.data_ptr()
+    assert pool.take(8).data_ptr() == large.data_ptr()
+    third = pool.take(8)
+    assert third.data_ptr() not in (small.data_ptr(), large.data_ptr())
+    assert len(pool) == 3
+    pool.give_back(third)
+    assert pool.take(1000).numel() == 1000
+    assert len(pool) == 3

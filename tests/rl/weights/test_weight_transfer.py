@@ -28,6 +28,8 @@ def _actor(rank: int, world: int, port: int, pairs: list[tuple[Axes, Axes]]) -> 
     for epoch, (axes, _) in enumerate(pairs):
         model = small_model(1, axes)
         link = connected(model, "actor", rank, world, port, epoch=epoch, options=SMALL)
+        with torch.no_grad():  # a score pass, after which FSDP2 may keep whole parameters
+            model(torch.arange(8).view(2, 4))
         link.send(1)
         link.close()
 
@@ -61,7 +63,7 @@ def test_parameters_arrive_bit_for_bit(rollouts: int, targets: list[Axes]) -> No
 def _trains(rank: int, world: int, port: int, options: TransferOptions) -> list[int]:
     model = small_model(1)
     link = connected(model, "actor", rank, world, port, options=options)
-    sent = []
+    sent, buffers = [], []
     for version in range(3):
         link.begin_send(version)
         with torch.no_grad():  # the copy is taken at `begin_send`
@@ -69,13 +71,15 @@ def _trains(rank: int, world: int, port: int, options: TransferOptions) -> list[
                 p.view(-1)[version].add_(1)
         link.finish_send()
         sent.append(link.sent_bytes)
+        buffers.append(len(link._exchange._pool))
+    assert buffers[1] == buffers[2], "buffers are lost from version to version"
     return sent
 
 
 def _generates(rank: int, world: int, port: int, options: TransferOptions) -> list[bool]:
     model, expected = small_model(2), small_model(1)
     link = connected(model, "rollout", rank, world, port, options=options)
-    equal = []
+    equal, buffers = [], []
     for version in range(3):
         before = whole(model)
         link.begin_receive()
@@ -92,6 +96,8 @@ def _generates(rank: int, world: int, port: int, options: TransferOptions) -> li
         with torch.no_grad():
             for p in expected.parameters():
                 p.view(-1)[version].add_(1)
+        buffers.append(len(link._exchange._pool))
+    assert buffers[1] == buffers[2], "buffers are lost from version to version"
     return equal
 
 
@@ -216,3 +222,28 @@ def test_ranks_that_do_not_come_are_named() -> None:
             source=lambda: local_tensors(model),
             seconds=0.5,
         )
+
+
+def test_parameters_that_have_changed_their_shape_are_refused() -> None:
+    served = serve_store("127.0.0.1")
+    model = small_model(1)
+    plan = plan_weights(describe(model, "actor"), describe(model, "rollout"), colocated=True)
+    tensors = dict(local_tensors(model))
+    copies = {name: value.clone() for name, value in tensors.items()}
+    link = connect(
+        plan,
+        0,
+        Meeting(host="127.0.0.1", port=served.port),
+        source=lambda: tensors,
+        target=lambda: copies,
+        seconds=5,
+    )
+    link.exchange(1)
+    copies["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(
+        WeightsError, match=r"model\.norm\.weight is torch\.float32 \[3\] here, and float32 \[16\]"
+    ):
+        link.install(1)
+    tensors.pop("model.norm.weight")
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight is nothing here"):
+        link.exchange(2)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.compat.standalone_group import Pending
+from hyper_parallel.rl.weights.buffers import BufferPool
 from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
 from hyper_parallel.rl.weights.link import Link
-from hyper_parallel.rl.weights.payload import box_of, checksum, difference, pack, payload_of
+from hyper_parallel.rl.weights.payload import box_of, checksum, difference, pack, packed_bytes, payload_of
 from hyper_parallel.rl.weights.plan import Message
 from hyper_parallel.rl.weights.version_messages import VersionMessages
 
@@ -35,8 +36,10 @@ class Exchange:
         messages = [message for halves in self._rounds for half in halves for _, message in half]
         self._given = {m.receiver: m for m in messages if m.sender == link.rank}
         self._taken = {m.sender: m for m in messages if m.receiver == link.rank}
-        self._base: dict[Key, Tensor] = {}
-        """With delta encoding: the payloads of the last version that was sent."""
+        self._pool = BufferPool()
+        """Of what is sent and received: all given back when a version is over, but `_sent`."""
+        self._sent: dict[Key, Tensor] = {}
+        """What was packed for the last version; with delta encoding it stays until the next."""
         self._base_version = -1
         self.sent_bytes = 0
         """Bytes that this rank has sent, headers and acknowledgements included."""
@@ -45,7 +48,9 @@ class Exchange:
         """Copies of all that this rank sends of its own parameters."""
         return {
             (message.receiver, place): pack(
-                message, lambda part: box_of(source[part.parameter.source], part.give)
+                message,
+                lambda part: box_of(source[part.parameter.source], part.give),
+                self._pool.take(packed_bytes(message)),
             )
             for cross, _ in self._rounds
             for place, message in cross
@@ -64,7 +69,7 @@ class Exchange:
 
         Arguments as of `VersionMessages`. Raises WeightsError, after which the other ranks can no longer be relied on.
         """
-        one = VersionMessages(self._link, version, staged, held, seconds)
+        one = VersionMessages(self._link, self._pool, version, staged, held, seconds)
         ahead: list[deque[Pending]] = []
         for at, (cross, gather) in enumerate(self._rounds):
             for later in self._rounds[len(ahead) : at + 2]:
@@ -75,6 +80,10 @@ class Exchange:
                 self._half_round(one, half, packed if half is cross else None, ahead[at])
         one.finish(self._given, self._taken)
         self.sent_bytes += len(self._taken)
+        if not self._link.plan.options.delta:
+            for buffer in self._sent.values():
+                self._pool.give_back(buffer)
+            self._sent = {}
         assert one.version is not None, "a rank that is given no version receives a message"
         self._base_version = one.version
         return one.version
@@ -99,7 +108,11 @@ class Exchange:
                 whole = (
                     packed.pop((message.receiver, place))
                     if packed is not None
-                    else pack(message, lambda part: box_of(one.staged[part.parameter.target], part.give))
+                    else pack(
+                        message,
+                        lambda part: box_of(one.staged[part.parameter.target], part.give),
+                        self._pool.take(packed_bytes(message)),
+                    )
                 )
                 self._send(one, message, place, whole)
         for place, message in coming:
@@ -108,13 +121,13 @@ class Exchange:
     def _send(self, one: VersionMessages, message: Message, place: int, packed: Tensor) -> None:
         assert one.version is not None, "who sends knows the version"
         payload, base, delta = payload_of(packed), -1, self._link.plan.options.delta
-        sent = payload
-        if delta:
-            key = message.receiver, place
-            if key in self._base:
-                sent = difference(message, payload, self._base[key])
-                base = -1 if sent is payload else self._base_version
-            self._base[key] = payload
+        sent, key = payload, (message.receiver, place)
+        if delta and key in self._sent:
+            old = self._sent[key]
+            sent = difference(message, payload, payload_of(old))
+            base = -1 if sent is payload else self._base_version
+            self._pool.give_back(old)
+        self._sent[key] = packed
         header = Header(
             digest=self._link.plan.digest,
             epoch=self._link.epoch,

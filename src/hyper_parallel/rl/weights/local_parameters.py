@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from hyper_parallel.compat import fsdp
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.rl.weights.description import Description, Parameter
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
@@ -19,6 +20,7 @@ def describe(model: nn.Module, role: str, world: int = 1) -> Description:
     Experts that are placed anew by their loads change it: ask again afterwards.
     """
     if is_sharded(model):
+        fsdp.free_gathered(model)
         listed = [
             (p.name, p.layout, p.parameter.dtype, tuple(tuple(group.ranks) for group in p.owners))
             for p in sharded(model).parameters()
@@ -44,6 +46,7 @@ def local_tensors(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """This rank's part of each parameter that it holds, by the name in the description, without autograd. Writing to
     one writes the parameter."""
     if is_sharded(model):
+        fsdp.free_gathered(model)  # a forward pass without a backward pass leaves whole parameters behind
         return {p.name: p.local for p in sharded(model).owned()}
     return {name: p.detach() for name, p in model.named_parameters()}
 

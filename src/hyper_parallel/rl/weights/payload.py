@@ -32,16 +32,20 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def pack(message: Message, value: Callable[[Part], Tensor]) -> Tensor:
-    """uint8[64 + message.bytes] on the host: space for the header, and the payload.
+def pack(message: Message, value: Callable[[Part], Tensor], packed: Tensor) -> Tensor:
+    """`packed`, uint8[64 + message.bytes] on the host: space for the header, and the payload, which is written.
 
     `value` gives a part's box, which is rounded to its element type on its way.
     """
-    packed = torch.empty(HEADER_BYTES + message.bytes, dtype=torch.uint8)
     for part, into in _views(message, payload_of(packed)):
         box = value(part)
         into.view(box.shape).copy_(box)
     return packed
+
+
+def packed_bytes(message: Message) -> int:
+    """The length of what `pack` writes to."""
+    return HEADER_BYTES + message.bytes
 
 
 def payload_of(packed: Tensor) -> Tensor:
@@ -84,11 +88,13 @@ def difference(message: Message, new: Tensor, old: Tensor) -> Tensor:
     return torch.from_numpy(np.concatenate(encoded))
 
 
-def apply_difference(message: Message, encoded: Tensor, old: Tensor) -> Tensor:
-    """The payload that `difference` was made of. Raises ValueError where `encoded` is none of this message."""
-    new = old.clone()
+def apply_difference(message: Message, encoded: Tensor, payload: Tensor) -> None:
+    """Make of the old payload in `payload` the new one that `difference` was given.
+
+    Raises ValueError where `encoded` is no difference of this message.
+    """
     data, at = encoded.numpy(), 0
-    for _, values in _arrays(message, new):
+    for _, values in _arrays(message, payload):
         bitmap = -(-len(values) // 8)
         changed = np.unpackbits(data[at : at + bitmap], count=len(values)).astype(bool)
         size = int(changed.sum()) * values.itemsize
@@ -99,7 +105,6 @@ def apply_difference(message: Message, encoded: Tensor, old: Tensor) -> Tensor:
         at += size
     if at != len(data):
         raise ValueError("a difference is longer than its bitmap says")
-    return new
 
 
 def _views(message: Message, payload: Tensor) -> Sequence[tuple[Part, Tensor]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hyper_parallel.compat.standalone_group import PeerError, StandaloneGroup
 from hyper_parallel.errors import WeightsError
+from hyper_parallel.rl.weights.description import Description
 from hyper_parallel.rl.weights.exchange import Exchange, Key
 from hyper_parallel.rl.weights.link import Link
 from hyper_parallel.rl.weights.meeting import Meeting
@@ -96,11 +97,17 @@ class WeightTransfer:
         self._transferred = -1
         """The last version that was sent or received."""
         self._staged: dict[str, Tensor] = {}
-        """What was received last; with delta encoding it stays after it is installed."""
+        """What was received last. It stays: the next version is received into the same memory."""
         self._thread: threading.Thread | None = None
         self._outcome: int | BaseException | None = None
         self._failed = False
-        self._check()
+        self._expected = {
+            "source": _expected(self.plan.source, 0, self.rank),
+            "target": _expected(self.plan.target, self.plan.target_rank(0), self.rank),
+        }
+        for tensors, side in ((source, "source"), (target, "target")):
+            if tensors is not None:
+                self._read(tensors, side)
 
     @property
     def sent_bytes(self) -> int:
@@ -169,12 +176,10 @@ class WeightTransfer:
         if version == self.version:
             return
         with torch.no_grad():
-            parameters = self._target()
+            parameters = self._read(self._target, "target")
             for name, values in self._staged.items():
                 parameters[name].copy_(values)
         self.version = version
-        if not self.plan.options.delta:
-            self._staged = {}
 
     def close(self) -> None:
         """Close the connections. A transfer under way fails, on this rank by its deadline; nobody waits for it."""
@@ -193,10 +198,10 @@ class WeightTransfer:
             raise WeightsError(
                 f"{self._link.named}: version {version} is stale: version {self._transferred} was transferred before"
             )
-        source = self._source() if self._source is not None else {}
+        source = self._read(self._source, "source") if self._source is not None else {}
         packed = self._exchange.packed(source)
         if self._target is not None:
-            self._stage(source, self._target())
+            self._stage(source, self._read(self._target, "target"))
         self._outcome = None
         self._thread = threading.Thread(
             target=self._run, args=(version, packed), name="weight transfer", daemon=True
@@ -233,25 +238,25 @@ class WeightTransfer:
             into = box_of(self._staged[part.parameter.target], part.take)
             into.copy_(box_of(source[part.parameter.source], part.give))
 
-    def _check(self) -> None:
-        """That this rank's tensors have the shapes and dtypes of the plan."""
-        plan = self.plan
-        for described, tensors, first in (
-            (plan.source, self._source, 0),
-            (plan.target, self._target, plan.target_rank(0)),
-        ):
-            if tensors is None:
-                continue
-            there = tensors()
-            for one in described.parameters:
-                for group in one.device_groups(described.role, first):
-                    if self.rank not in group.ranks:
-                        continue
-                    shape = one.layout.local_shape(group.coordinate(self.rank))
-                    found = there.get(one.name)
-                    if found is None or tuple(found.shape) != shape or found.dtype != torch_dtype(one.dtype):
-                        got = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-                        raise WeightsError(
-                            f"{self._link.named}: {one.name} is {got} here, and {one.dtype} {list(shape)} in the "
-                            "description; describe the model again"
-                        )
+    def _read(self, tensors: Tensors, side: str) -> Mapping[str, Tensor]:
+        """This rank's tensors of a side. Raises WeightsError where they have not the shapes and dtypes described."""
+        there = tensors()
+        for name, (dtype, shape) in self._expected[side].items():
+            found = there.get(name)
+            if found is None or tuple(found.shape) != shape or found.dtype != torch_dtype(dtype):
+                got = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise WeightsError(
+                    f"{self._link.named}: {name} is {got} here, and {dtype} {list(shape)} in the {side}'s "
+                    "description; describe the model again"
+                )
+        return there
+
+
+def _expected(described: Description, first: int, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of what a rank of the plan holds of each parameter of a side, whose rank 0 is `first`."""
+    return {
+        one.name: (one.dtype, one.layout.local_shape(group.coordinate(rank)))
+        for one in described.parameters
+        for group in one.device_groups(described.role, first)
+        if rank in group.ranks
+    }

@@ -10,9 +10,18 @@ from torch import Tensor
 
 from hyper_parallel.compat.standalone_group import PeerError, Pending
 from hyper_parallel.errors import WeightsError
+from hyper_parallel.rl.weights.buffers import BufferPool
 from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
 from hyper_parallel.rl.weights.link import Link
-from hyper_parallel.rl.weights.payload import apply_difference, box_of, checksum, pack, payload_of, unpack
+from hyper_parallel.rl.weights.payload import (
+    apply_difference,
+    box_of,
+    checksum,
+    pack,
+    packed_bytes,
+    payload_of,
+    unpack,
+)
 from hyper_parallel.rl.weights.plan import Message
 
 
@@ -20,12 +29,18 @@ class VersionMessages:
     """One version under way. Everything raises WeightsError when it fails or is late."""
 
     def __init__(
-        self, link: Link, version: int | None, staged: Mapping[str, Tensor], held: int, seconds: float
+        self,
+        link: Link,
+        pool: BufferPool,
+        version: int | None,
+        staged: Mapping[str, Tensor],
+        held: int,
+        seconds: float,
     ) -> None:
         """`version`: None until the first header says it. `held`: the version in `staged`, -1 for none. `seconds`: the
         time from now until the deadline."""
         self.version, self.staged = version, staged
-        self._link, self._held = link, held
+        self._link, self._pool, self._held = link, pool, held
         self._began, self._seconds = time.monotonic(), seconds
         self._sends: list[tuple[Message, Pending]] = []
 
@@ -45,7 +60,9 @@ class VersionMessages:
         coming = [(message, self._begin(message, 1, message.receiver)) for message in given.values()]
         for message in taken.values():
             self.send(message, torch.ones(1, dtype=torch.uint8), message.sender)
-        for message, pending in (*coming, *self._sends):
+        for message, pending in coming:
+            self._pool.give_back(self._wait(message, pending))
+        for message, pending in self._sends:
             self._wait(message, pending)
 
     def begin(self, message: Message) -> Pending:
@@ -66,18 +83,23 @@ class VersionMessages:
             raise self._error(message, wrong)
         payload = payload_of(received)
         if self._link.plan.options.delta and header.length:
-            payload = self._wait(message, self._begin(message, header.length))
+            self._pool.give_back(received)
+            received = payload = self._wait(message, self._begin(message, header.length))
         if checksum(payload) != header.checksum:
             raise self._error(
                 message, f"the checksum of {header.length} bytes with {message.named} does not match"
             )
         if header.base >= 0:
-            old = pack(message, lambda part: box_of(self.staged[part.parameter.target], part.take))
+            old = self._pool.take(packed_bytes(message))
+            pack(message, lambda part: box_of(self.staged[part.parameter.target], part.take), old)
             try:
-                payload = apply_difference(message, payload, payload_of(old))
+                apply_difference(message, payload, payload_of(old))
             except ValueError as error:
                 raise self._error(message, str(error)) from error
+            self._pool.give_back(received)
+            received, payload = old, payload_of(old)
         unpack(message, payload, self.staged)
+        self._pool.give_back(received)
 
     def _wrong(self, header: Header, message: Message, place: int) -> str | None:
         """Why a header is not that of the message that is due."""
@@ -97,7 +119,7 @@ class VersionMessages:
         return None
 
     def _begin(self, message: Message, size: int, sender: int | None = None) -> Pending:
-        tensor = torch.empty(size, dtype=torch.uint8)
+        tensor = self._pool.take(size)
         try:
             return self._link.group.receive(tensor, message.sender if sender is None else sender)
         except PeerError as error:
