@@ -159,16 +159,19 @@ def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
         [sys.executable, str(Path(__file__).with_name("ray_controller.py")), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(one) for one in sys.path if one)},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=(tmp_path / "errors").open("w"),
         start_new_session=True,
     )
     try:
         wait_until(
             lambda: (tmp_path / "pids").exists() or controller.poll() is not None, "group", timeout=300
         )
-        family = {*json.loads((tmp_path / "pids").read_text()), *descendants(controller.pid)}
+        assert controller.poll() is None, (tmp_path / "errors").read_text()
+        workers = json.loads((tmp_path / "pids").read_text())
+        family = {*workers, *descendants(controller.pid)}
         assert len(family) > 3
     finally:
         controller.kill()
         controller.wait()
-    wait_until(lambda: not any(map(running, family)), "no process is left", timeout=60)
+    wait_until(lambda: not any(map(running, workers)), "no worker is left", timeout=60)
+    wait_until(lambda: not any(map(running, family)), "Ray's agents are gone, after a minute", timeout=240)

@@ -82,19 +82,19 @@ def work(
     workers).
     """
     store: Store | None = None
-
-    def reached(found: Store) -> None:
-        nonlocal store
-        store = found
-        connected(found)
+    timeout = timedelta(seconds=config.launch.timeout or MEET_S)
 
     try:
         with stop.interruptible():
-            worker, store = join(place, config, listener, reached, calls)
+            worker = _prepared(place, config, calls)
+            store = rendezvous.open_store(place, timeout, listener)
+            store = _admitted(place, config, timeout, store)
+            connected(store)
+            _begin(place, worker, store)
             function = find_target(target)
         with pulse.operation("running", patient=False):
             function(config, worker)
-        _leave_together(store, place, _patience(config))
+        _leave_together(store, place, timeout)
         stop.disarm()
         return 0
     except KeyboardInterrupt:
@@ -109,24 +109,13 @@ def work(
         return failure.exit_code
 
 
-def join(
-    place: WorkerPlace,
-    config: Launched,
-    listener: socket.socket | None = None,
-    connected: Callable[[Store], None] = lambda store: None,
-    calls: socket.socket | None = None,
-) -> tuple[Worker, Store]:
-    """Meet the other workers: this process's threads and device, the store, and the default process group."""
-    worker = _prepared(place, config, calls)
-    store = rendezvous.open_store(place, _patience(config), listener)
-    store = _admitted(place, config, _patience(config), store)
-    connected(store)
+def join(place: WorkerPlace, config: Launched, listener: socket.socket | None = None) -> Worker:
+    """Meet the other workers, as `work` does, in a process whose owner runs it: an actor of another library."""
+    timeout = timedelta(seconds=config.launch.timeout or MEET_S)
+    worker = _prepared(place, config, None)
+    store = _admitted(place, config, timeout, rendezvous.open_store(place, timeout, listener))
     _begin(place, worker, store)
-    return worker, store
-
-
-def _patience(config: Launched) -> timedelta:
-    return timedelta(seconds=config.launch.timeout or MEET_S)
+    return worker
 
 
 def _prepared(place: WorkerPlace, config: Launched, calls: socket.socket | None) -> Worker:

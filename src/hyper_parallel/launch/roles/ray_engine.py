@@ -386,7 +386,9 @@ def _connect(ray: Any, address: str | None, cpus: int | None) -> bool:
     """Whether this process was not connected before."""
     if ray.is_initialized():
         return False
-    own = {"num_cpus": cpus, "include_dashboard": False} if address is None else {"address": address}
+    # "local": without an address Ray joins a cluster that was started here before, if it finds a trace of one.
+    local = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    own = local if address is None else {"address": address}
     try:
         ray.init(**own, log_to_driver=False, logging_level="ERROR")
     except Exception as error:

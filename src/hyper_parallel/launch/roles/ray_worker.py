@@ -48,7 +48,7 @@ class RayWorker:
         try:
             self._undo.enter_context(logs.recording(Path(log), None))
             role = RoleLaunch.model_validate_json(config)
-            worker, _ = join(place, role, self._listener)
+            worker = join(place, role, self._listener)
             self._host = find_target(role.host)(role, worker)
         except Exception as error:
             return ("failed", 0, 0, WorkerReport.of(place.rank, error))
