@@ -19,7 +19,7 @@ import torch
 from measure import write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from harness.rl_faults import WatchedEngine, children, faults
+from harness.rl_faults import WatchedEngine, faults, left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
 from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.controller.run import run
@@ -87,9 +87,9 @@ def faulted(config: Any, count: int, seed: int, expected: dict[str, torch.Tensor
         "steps": summary.steps,
         "every prompt once": in_order and sorted(trained) == list(range(1, STEPS + 1)),
         "same weights": same,
-        "processes left": len(children()),
+        "processes left": len(left_behind()),
         "seconds": time.monotonic() - began,
-        "right": in_order and same and not children() and summary.steps == STEPS,
+        "right": in_order and same and not left_behind() and summary.steps == STEPS,
     }
 
 

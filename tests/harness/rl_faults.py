@@ -64,15 +64,28 @@ def faults(
         thread.join(timeout=10)
 
 
-def children() -> list[int]:
-    """Processes of this one that are still there, zombies left out."""
+_KEPT = (b"multiprocessing", b"hyper_parallel.launch.server import main")
+"""Of processes that outlive a run on purpose: the fork servers of the tests' ranks and of the library."""
+
+
+def left_behind() -> list[str]:
+    """Command lines of the processes that descend from this one; zombies and fork servers left out."""
     time.sleep(0.2)
-    found = []
+    parents: dict[int, int] = {}
+    lines: dict[int, bytes] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
                 with open(f"/proc/{entry}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
-                if int(fields[1]) == os.getpid() and fields[0] != "Z":
-                    found.append(int(entry))
-    return found
+                with open(f"/proc/{entry}/cmdline", "rb") as file:
+                    line = file.read()
+                if fields[0] != "Z":
+                    parents[int(entry)], lines[int(entry)] = int(fields[1]), line
+    own = {pid for pid, parent in parents.items() if parent == os.getpid()}
+    servers = {pid for pid in own if any(word in lines[pid] for word in _KEPT)}
+    # A worker has the command line of the server that it was forked from.
+    workers = {pid for pid, parent in parents.items() if parent in servers and _KEPT[1] in lines[pid]}
+    return [
+        lines[pid].replace(b"\0", b" ").decode(errors="replace")[:200] for pid in (own - servers) | workers
+    ]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from harness.ranks import run_ranks
+from harness.rl_reward import share
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.config.load import build
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.rl.environments.tasks import tasks
-from hyper_parallel.rl.rewards.exact_match import exact_match
 from hyper_parallel.rl.roles.actor import Actor
 from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
 from hyper_parallel.rl.roles.rollout import Rollout
@@ -24,6 +24,7 @@ from hyper_parallel.rl.sample import Prompted, Sample
 from hyper_parallel.rl.weights.local_parameters import local_tensors
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 
+REWARD = Path(__file__).with_name("rl_reward.py")
 MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -41,7 +42,7 @@ def rl_config(out: str | Path, **sections: Any) -> RLConfig:
         "version": 1,
         "out": str(out),
         "model": {"config": MODEL},
-        "task": {"name": "sort", "settings": {"digits": 3}},
+        "task": {"name": "sort", "settings": {"digits": 3}, "reward": f"{REWARD}:share"},
         "rl": {
             "steps": 3,
             "prompts": 4,
@@ -121,10 +122,7 @@ def plain_loop(rank: int, world: int, data: dict[str, Any]) -> dict[str, Tensor]
             found = _of_all_ranks(found)
         found.sort(key=lambda one: (one.row, one.place))
         actor.train(
-            [
-                replace(one, reward=exact_match(given[one.row]["prompt"], one.text, given[one.row]))
-                for one in found
-            ]
+            [replace(one, reward=share(given[one.row]["prompt"], one.text, given[one.row])) for one in found]
         )
     return whole_weights(actor.model)
 

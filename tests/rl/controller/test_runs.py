@@ -1,0 +1,129 @@
+"""Small runs of every kind end, and say what they did; a run that goes on is the run that was not interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.rl_faults import left_behind
+from harness.rl_runs import expected_weights, rl_config, saved_weights
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.rl.controller.run import run
+
+APART = {"actor": {"devices": 0}, "rollout": {"devices": 1, "page": 16}}
+KINDS: dict[str, dict[str, Any]] = {
+    "ppo": {"rl": {"algorithm": "ppo", "minibatches": 2}},
+    "rloo, one step off": {"rl": {"algorithm": "rloo", "staleness": 1}, "roles": APART},
+    "dapo": {"rl": {"algorithm": "dapo", "minibatches": 2, "staleness": 3}, "roles": APART},
+    "decoupled, discard": {
+        "rl": {"objective": "decoupled", "staleness": 2, "order": "discard", "chunk": 1},
+        "roles": {"actor": {"devices": 0}, "rollout": {"devices": "1-2", "page": 16}},
+    },
+    "truncated, window": {
+        "rl": {"objective": "truncated", "staleness": 2, "order": "window", "chunk": 2},
+        "roles": APART,
+    },
+    "reference": {"rl": {"kl": 0.1, "algorithm": "reinforce++"}, "warmup": {"steps": 2, "batch": 8}},
+    "reference apart": {
+        "rl": {"kl": 0.1},
+        "roles": {"actor": {"devices": 0}, "rollout": {"devices": 1}, "reference": {"devices": 2}},
+        "warmup": {"steps": 2, "batch": 8},
+    },
+    "copies": {
+        "roles": {
+            "actor": {"devices": "0-1", "strategy": {"axes": {"shard": 2}}},
+            "rollout": {"devices": "0-1", "strategy": {"axes": {"replicate": 2}}, "page": 16},
+        }
+    },
+}
+
+
+def records(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run(kind: str, tmp_path: Path) -> None:
+    config = rl_config(tmp_path / "run", **KINDS[kind])
+    summary = run(config)
+    assert summary.steps == 3
+    assert summary.after is not None
+    steps = [one for one in records(summary.out) if "reward" in one]
+    assert [one["step"] for one in steps] == [1, 2, 3]
+    bound = max(config.rl.staleness, config.rl.minibatches - 1)
+    assert all(one["staleness_max"] <= bound for one in steps)
+    assert all(one["grad_norm"] >= 0 for one in steps)
+    if config.rl.kl:
+        # Before the first update the policy is the reference.
+        assert steps[0]["reference_kl"] == pytest.approx(0, abs=1e-5)
+        assert steps[-1]["reference_kl"] > 0
+    if config.rl.algorithm == "ppo":
+        assert steps[0]["value_loss"] > 0
+    if config.rl.drops_equal:
+        assert all(one["groups_without_variance"] == 0 for one in steps)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 3 * config.rl.group
+    assert not left_behind()
+
+
+def test_going_on_is_not_being_interrupted(tmp_path: Path) -> None:
+    """Bit for bit, when synchronous."""
+    whole = rl_config(tmp_path / "run", rl={"steps": 4})
+
+    def stop() -> bool:
+        file = tmp_path / "run" / "metrics.jsonl"
+        return file.exists() and '"reward"' in file.read_text()
+
+    first = run(whole, stop=stop)
+    assert first.stopped
+    assert 0 < first.steps < 4
+    second = run(whole)
+    assert second.resumed_from == first.steps
+    assert second.before == first.before
+    assert second.checkpoint is not None
+    found = saved_weights(second.checkpoint)
+    for name, value in expected_weights(whole).items():
+        assert torch.equal(found[name], value), name
+    assert [one["step"] for one in records(second.out) if "reward" in one] == [1, 2, 3, 4]
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    run(rl_config(tmp_path / "run", rl={"steps": 1}))
+    with pytest.raises(ConfigError, match="is of another run: rl differ"):
+        run(rl_config(tmp_path / "run", rl={"steps": 2, "group": 8}))
+
+
+def test_a_reward_that_fails_costs_its_sample(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(prompt, answer, task):\n"
+        "    if prompt.startswith(('1', '2', '3', '4')):\n"
+        "        raise ValueError('no')\n"
+        "    return float(len(answer))\n"
+    )
+    config = rl_config(tmp_path / "run", task={"reward": "mine.py:score"})
+    summary = run(config, folder=tmp_path)
+    assert summary.steps == 3
+    assert summary.failed_rewards > 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"task": {"reward": "exact_mach"}}, "exact_match"),
+        ({"task": {"name": "sorrt"}}, "'sort'"),
+        ({"task": {"settings": {"digit": 3}}}, "digits"),
+        ({"rl": {"staleness": 1, "minibatches": 2}}, "one step off"),
+        ({"rl": {"group": 1}}, "compares answers"),
+        ({"roles": {"rollout": {"devices": "0-1"}, "actor": {"devices": 1}}}, "share some of their devices"),
+        ({"model": {"config": {"model_type": "llama", "hidden": 3}}}, "hidden"),
+    ],
+)
+def test_mistakes_are_one_line(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        run(rl_config(tmp_path / "run", **sections))
+    assert "\n" not in str(caught.value)
+    assert not left_behind()
