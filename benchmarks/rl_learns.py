@@ -24,7 +24,7 @@ from hyper_parallel.rl.controller.run import run
 
 NAME = "rl_learns"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
-DESCEND = ("task.name=descend", "warmup.until=0.2")
+DESCEND = ("task.name=descend", "warmup.until=0.2", "rl.steps=100")
 CASES: dict[str, tuple[str, ...]] = {
     "grpo, sort": (),
     "grpo, sort, synchronous": ("rl.staleness=0",),

@@ -10,6 +10,7 @@ Where a byte budget keeps the experts in tiers, the choice is announced before t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,7 +31,8 @@ BLOCK = 16
 
 def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Transformers' experts function for `NAME`: [T, D] to [T, D]."""
-    own = type(module).forward.__wrapped__
+    # Without what a parallelized model wraps around it, too: that has been entered.
+    own = inspect.unwrap(type(module).forward)
     slots = experts_TK.size(1)
     streamed = experts_of(module)
     if _widest.get():

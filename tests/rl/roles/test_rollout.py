@@ -7,19 +7,21 @@ from typing import Any
 import torch
 
 from harness.rl_runs import rl_config
-from hyper_parallel.rl.roles.policy_model import fill, policy_on_meta, tokenizer_of
+from hyper_parallel.rl.roles.policy_model import tokenizer_of
 from hyper_parallel.rl.roles.rollout import Rollout
+from hyper_parallel.rl.roles.rollout_model import rollout_model
 from hyper_parallel.rl.sample import Prompted, Sample
-from hyper_parallel.shard import parallelize
-from hyper_parallel.strategy import Strategy
 
 
 def rollout_of(tmp_path: Any, **rl: Any) -> Rollout:
-    config = rl_config(tmp_path, rl={"max_tokens": 12, "temperature": 0.8, **rl})
+    config = rl_config(
+        tmp_path,
+        rl={"max_tokens": 12, "temperature": 0.8, **rl},
+        roles={"rollout": {"devices": 1, "page": 16}},
+    )
     tokenizer = tokenizer_of(config)
-    model = parallelize(policy_on_meta(config, tokenizer, torch.float32), Strategy(), alone=True)
-    fill(model, config, torch.device("cpu"))
-    return Rollout(config, model.eval(), tokenizer)
+    torch.manual_seed(0)
+    return Rollout(config, rollout_model(config, tokenizer, torch.device("cpu")), tokenizer)
 
 
 def asked(first: int, count: int) -> list[Prompted]:

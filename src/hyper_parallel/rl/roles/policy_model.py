@@ -29,6 +29,30 @@ def tokenizer_of(config: RLConfig) -> Tokenizer:
 def policy_on_meta(config: RLConfig, tokenizer: Tokenizer, dtype: torch.dtype) -> nn.Module:
     """The model without values. Raises ConfigError for one that Transformers cannot build, or that does not have the
     tokenizer's tokens."""
+    return causal_model(_transformers_config(config, tokenizer), dtype, _attention(config))
+
+
+def plain_policy(
+    config: RLConfig, tokenizer: Tokenizer, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Transformers' own model on one device, with values that mean nothing until weights arrive. Raises as
+    `policy_on_meta`."""
+    from transformers import AutoModelForCausalLM
+
+    hf = _transformers_config(config, tokenizer)
+    causal_model(hf, dtype, _attention(config))  # raises what is wrong with it, in one line
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            hf, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
+        )
+    return model
+
+
+def _attention(config: RLConfig) -> str | None:
+    return None if config.model.attention == "auto" else config.model.attention
+
+
+def _transformers_config(config: RLConfig, tokenizer: Tokenizer) -> Any:
     hf = transformers_config(config.model)
     if config.model.path is None:
         given = config.model.config or {}
@@ -46,7 +70,7 @@ def policy_on_meta(config: RLConfig, tokenizer: Tokenizer, dtype: torch.dtype) -
             f"model: vocab_size is {hf.vocab_size}, and the tokenizer has {tokenizer.vocab_size} tokens; leave "
             "vocab_size out, or make it as large"
         )
-    return causal_model(hf, dtype, None if config.model.attention == "auto" else config.model.attention)
+    return hf
 
 
 def trained_policy(

@@ -1,0 +1,116 @@
+"""Log-probabilities of rollout and trainer on the same tokens: python benchmarks/rl_logprobs.py
+
+A rollout draws 256 answers of up to 48 tokens with continuous batching; the trainer computes the same tokens in a
+padded forward pass. Absolute differences in nats per token, in float32 and where the rollout and the trainer compute in
+bfloat16. Writes benchmarks/results/rl_logprobs.json.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import free_port, without_notes, write
+
+from hyper_parallel.config.load import build
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.rl.environments.tasks import tasks
+from hyper_parallel.rl.roles.actor import Actor
+from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.rollout import Rollout
+from hyper_parallel.rl.roles.rollout_model import rollout_model
+from hyper_parallel.rl.sample import Prompted
+from hyper_parallel.rl.weights.local_parameters import local_tensors
+
+NAME = "rl_logprobs"
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+def main() -> int:
+    """Each family in each dtype."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    rows = {}
+    for family, more in FAMILIES.items():
+        for dtype in ("float32", "bfloat16"):
+            with without_notes():
+                rows[f"{family}, {dtype}"] = measured({"model_type": family, **SIZES, **more}, dtype)
+            print(family, dtype, rows[f"{family}, {dtype}"], flush=True)
+    write(NAME, {"rows": rows})
+    return 0
+
+
+def measured(model: dict[str, Any], dtype: str) -> dict[str, float]:
+    """Of one model, with weights large enough that its distributions are not flat."""
+    given = {
+        "version": 1,
+        "out": "unused",
+        "model": {"config": model},
+        "task": {"name": "sort"},
+        "rl": {"max_tokens": 48, "group": 8, "prompts": 32},
+        "roles": {
+            "actor": {"strategy": {"precision": {"compute": dtype}}},
+            "rollout": {"devices": 1, "page": 16},
+        },
+    }
+    config = build(RLConfig, [("run.yaml", given)], ())
+    tokenizer, device = tokenizer_of(config), torch.device("cpu")
+    actor = Actor(
+        config, trained_policy(config, tokenizer, config.roles.actor.strategy, device), tokenizer, device
+    )
+    target = rollout_model(config, tokenizer, device)
+    with torch.no_grad():
+        for name, value in local_tensors(actor.model).items():
+            if value.dim() > 1:
+                value.mul_(4.0)
+            local_tensors(target)[name].copy_(value)
+    rollout = Rollout(config, target, tokenizer)
+    rows = tasks("sort", 0, "train", 32)
+    samples = rollout.generate(
+        [
+            Prompted(ticket=row, place=place, row=row, prompt=one["prompt"])
+            for row, one in enumerate(rows)
+            for place in range(8)
+        ],
+        1000,
+    )
+    while rollout.busy:
+        samples += rollout.generate([], 1000)
+    trainer = actor.logprobs(samples)
+    gaps = torch.tensor(
+        [
+            abs(own - other)
+            for one, found in zip(samples, trainer, strict=True)
+            for own, other in zip(one.logprobs, found, strict=True)
+        ]
+    )
+    entropy = -torch.tensor([value for one in samples for value in one.logprobs]).mean()
+    return {
+        "tokens": float(len(gaps)),
+        "median": float(gaps.median()),
+        "p99": float(gaps.quantile(0.99)),
+        "largest": float(gaps.max()),
+        "mean": float(gaps.mean()),
+        "entropy": float(entropy),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
