@@ -56,14 +56,14 @@ def groups_of(config: RLConfig) -> list[GroupPlan]:
     return [actor, *apart]
 
 
-def launch_of(config: RLConfig, plan: GroupPlan, workers: int) -> RoleLaunch:
-    """How a group is started. `workers`: of all groups, which share this machine's cores."""
+def launch_of(config: RLConfig, plan: GroupPlan, workers: int, host: str = HOST) -> RoleLaunch:
+    """How a group is started. `workers`: of all groups, which share this machine's cores. `host`: of its operations."""
     threads = plan.threads or config.launch.threads or max(1, _cores() // workers)
     settings: dict[str, Any] = {"run": config.model_dump(mode="json"), "roles": list(plan.roles)}
     return RoleLaunch(
         name=plan.name,
         out=config.out,
-        host=HOST,
+        host=host,
         settings=settings,
         launch=config.launch.model_copy(update={"threads": threads, "workers": None}),
         strategy=plan.strategy,

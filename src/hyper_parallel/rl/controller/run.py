@@ -18,7 +18,7 @@ from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.rl.controller.batch_report import BatchReport
 from hyper_parallel.rl.controller.controller import Controller, LoopState
 from hyper_parallel.rl.controller.evaluation import Accuracy, evaluate
-from hyper_parallel.rl.controller.placement import groups_of
+from hyper_parallel.rl.controller.placement import HOST, groups_of
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.controller.recovery import LOST, Recovery
@@ -61,9 +61,11 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     engine: Callable[[], Engine] | None = None,
     told: Callable[[str], None] = lambda line: None,
+    host: str = HOST,
 ) -> RLSummary:
     """Run what a file declares. `folder`: of the file, where a reward's file is looked for. `stop`: asked between
-    steps. `engine`: who starts the workers, instead of `roles.engine`. `told`: is given lines about the run.
+    steps. `engine`: who starts the workers, instead of `roles.engine`. `told`: is given lines about the run. `host`:
+    whose operations the groups have.
 
     Raises ConfigError, DataError, StrategyError and the like for what the file asks for, GroupError where workers were
     lost more often than `roles.restarts`.
@@ -76,7 +78,7 @@ def run(
         contextlib.closing(Recorder(config, told)) as recorder,
     ):
         RunFolder(config.out).make()
-        return _Run(config, prompts, scorer, workers, recorder, stop).run()
+        return _Run(config, prompts, scorer, workers, recorder, stop, host).run()
 
 
 def engine_of(config: RLConfig) -> Engine:
@@ -97,6 +99,7 @@ class _Run:
         engine: Engine,
         recorder: Recorder,
         stop: Callable[[], bool],
+        host: str,
     ) -> None:
         self._config, self._prompts, self._scorer = config, prompts, scorer
         self._recorder, self._stop = recorder, stop
@@ -108,7 +111,7 @@ class _Run:
                 f"{plan.name} ({len(plan.devices)} worker{'s' * (len(plan.devices) > 1)})" for plan in plans
             )
         )
-        self._groups = [RoleGroup(engine, config, plan, workers) for plan in plans]
+        self._groups = [RoleGroup(engine, config, plan, workers, host) for plan in plans]
         self._actor = self._groups[0]
         self._rollouts = [one for one in self._groups if one.has("rollout")]
         self._reference = next((one for one in self._groups if one.has("reference")), None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.launch.roles.interface import Engine, Future, Group, Instruction
-from hyper_parallel.rl.controller.placement import GroupPlan, Role, launch_of
+from hyper_parallel.rl.controller.placement import HOST, GroupPlan, Role, launch_of
 
 START_S = 600.0
 """Seconds in which the workers of a group must have their models."""
@@ -23,7 +23,10 @@ def do(operation: str, **arguments: Any) -> Instruction:
 class RoleGroup:
     """One group, and what it is doing."""
 
-    def __init__(self, engine: Engine, config: RLConfig, plan: GroupPlan, workers: int) -> None:
+    def __init__(
+        self, engine: Engine, config: RLConfig, plan: GroupPlan, workers: int, host: str = HOST
+    ) -> None:
+        """`workers`, `host`: as of `launch_of`."""
         self.plan = plan
         self.version = 0
         """Of the rollout's weights."""
@@ -31,7 +34,7 @@ class RoleGroup:
         self.busy_s = 0.0
         """Seconds for which it has executed lists."""
         self.restarts = 0
-        self._group: Group = engine.start(launch_of(config, plan, workers), timeout_s=START_S)
+        self._group: Group = engine.start(launch_of(config, plan, workers, host), timeout_s=START_S)
         self._ready: Future = self._group.ready
 
     @property
