@@ -20,13 +20,17 @@ class TaskConfig(Section):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Of the task, such as `digits`."""
     prompts: PathText | None = None
-    """A JSONL file: each row has `prompt` (or `messages`), and what the reward needs, such as `answer`."""
+    """A JSONL file: each row has `prompt`, a text or the messages of a conversation, and what the reward needs, such as
+    `answer`."""
     held_out: PathText | None = None
     """The same, for evaluation."""
     reward: str = "exact_match"
     """`exact_match`, `math`, `code`, or a function of yours: `package.module:function` or `file.py:function`."""
+    environment: str | None = None
+    """Instead of a reward, for answers of several turns: `calculator`, or a class of yours (`file.py:Class`), whose
+    `step` gives the text that the policy reads next, and rewards. Prompts are texts then."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the reward, such as `isolation` for `code` (docs/rl-rewards.md)."""
+    """Of the reward or the environment, such as `isolation` for `code` (docs/rl-rewards.md)."""
     time_limit: Annotated[float, Field(gt=0)] = 10.0
     """Seconds for one reward."""
     workers: PositiveInt = 1
@@ -38,6 +42,12 @@ class TaskConfig(Section):
     def _named(self) -> TaskConfig:
         if (self.name is None) == (self.prompts is None):
             raise ValueError("give 'name', a synthetic task, or 'prompts', a file; one of them")
+        if (
+            self.environment is not None
+            and "reward" in self.model_fields_set
+            and self.reward != "exact_match"
+        ):
+            raise ValueError("'environment' gives the rewards; leave 'reward' out")
         return self
 
 

@@ -8,20 +8,6 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompted:
-    """One answer that a rollout is asked for."""
-
-    ticket: int
-    """Of its group: all answers to one prompt."""
-    place: int
-    """In its group."""
-    row: int
-    """Of the run's prompts, counted without end: token i is drawn by a function of (seed, row, place, i)."""
-    prompt: str | Sequence[Mapping[str, Any]]
-    """Text, or the messages of a conversation."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One answer. The lists have an entry for each token of the answer, the token that ended it included."""
 
@@ -57,3 +43,20 @@ class Sample:
         """The inverse of `dataclasses.asdict`, from JSON, which has lists in place of tuples."""
         lists: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         return cls(**lists)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompted:
+    """One answer that a rollout is asked for."""
+
+    ticket: int
+    """Of its group: all answers to one prompt."""
+    place: int
+    """In its group."""
+    row: int
+    """Of the run's prompts, counted without end: token i is drawn by a function of (seed, row, place, i)."""
+    prompt: str | Sequence[Mapping[str, Any]]
+    """Text, or the messages of a conversation."""
+    before: Sample | None = None
+    """The answer until now, which goes on behind `appended`: text of the environment that the policy reads."""
+    appended: str = ""

@@ -12,6 +12,7 @@ import torch
 from harness.rl_faults import left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.controller.run import run
 
 APART = {"actor": {"devices": 0}, "rollout": {"devices": 1, "page": 16}}
@@ -68,6 +69,34 @@ def test_a_run(kind: str, tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 3 * config.rl.group
     assert not left_behind()
+
+
+def test_answers_of_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment appends is read and not trained; rewards of turns add."""
+    seen: list[Any] = []
+    monkeypatch.setattr(Recorder, "batch", lambda self, report, busy: seen.extend(report.samples))
+    file = Path(left_behind.__code__.co_filename).with_name("rl_environment.py")
+    config = rl_config(
+        tmp_path / "run",
+        task={"reward": "exact_match", "environment": f"{file}:TwoTurns"},
+        rl={"max_tokens": 12, "temperature": 2.0, "staleness": 1},
+        roles=APART,
+    )
+    summary = run(config)
+    assert summary.steps == 3
+    assert summary.before is not None
+    two = [one for one in seen if not all(one.drawn)]
+    assert len(two) > len(seen) / 4
+    for one in two:
+        first = one.drawn.index(False)
+        appended = [at for at, own in enumerate(one.drawn) if not own]
+        assert appended == list(range(first, first + len(appended)))
+        assert 1 <= len(appended) <= 2
+        assert one.tokens[first] == 2  # 0
+        assert all(one.logprobs[at] == 0 for at in appended)
+        assert len(one.tokens) <= 12
+        assert first + len(appended) < len(one.tokens)
+    assert max(one.reward for one in two) > 1
 
 
 def test_going_on_is_not_being_interrupted(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hyper_parallel.launch.roles.interface import Future, wait_any
 from hyper_parallel.rl.controller.batch_report import BatchReport
 from hyper_parallel.rl.controller.groups_under_way import AnswerGroup
 from hyper_parallel.rl.controller.prompts import Prompts
-from hyper_parallel.rl.controller.scorer import Scorer
+from hyper_parallel.rl.controller.scorer import Scored, Scorer
 from hyper_parallel.rl.controller.weight_sync import WeightSync
 from hyper_parallel.rl.controller.workers import RoleGroup, do
 from hyper_parallel.rl.environments.environment import prompt_of
@@ -99,6 +99,10 @@ class Controller:
         self._lists: dict[str, _List] = {}
         self._waiting: dict[str, deque[AnswerGroup]] = {one.name: deque() for one in self._rollouts}
         """Groups of answers that a rollout is given with its next list."""
+        self._going_on: dict[str, list[tuple[AnswerGroup, Sample, str]]] = {
+            one.name: [] for one in self._rollouts
+        }
+        """Answers of several turns that are continued with a rollout's next list."""
         self._under_way: dict[int, AnswerGroup] = {}
         self._rows: dict[int, int] = {}
         """Of tickets that have not been trained."""
@@ -144,6 +148,7 @@ class Controller:
         self.state.again.sort()
         if group.name in self._waiting:
             self._waiting[group.name].clear()
+            self._going_on[group.name].clear()
             self._dropped[group.name].clear()
             self._arrived.pop(group.name, None)
 
@@ -183,7 +188,19 @@ class Controller:
             for one in self._waiting[name]
             for place in range(one.size)
         ]
+        new += [
+            Prompted(
+                ticket=group.ticket,
+                place=sample.place,
+                row=group.row,
+                prompt=prompt_of(group.task),
+                before=sample,
+                appended=text,
+            )
+            for group, sample, text in self._going_on[name]
+        ]
         self._waiting[name].clear()
+        self._going_on[name].clear()
         if not begin and not self._works(name):
             return
         if dropped := self._dropped[name]:
@@ -217,11 +234,20 @@ class Controller:
         group.add(sample)
         self._scorer.submit(sample, group.task)
 
-    def _scored(self, ticket: int, place: int, reward: float | None) -> None:
+    def _scored(self, one: Scored) -> None:
+        ticket = one.ticket
         group = self._under_way.get(ticket)
         if group is None:
+            self._scorer.drop(ticket, [one.place])
             return
-        group.score(place, reward)
+        if one.appended is not None:
+            sample = group.samples[one.place]
+            if len(sample.tokens) < self._rl.max_tokens:
+                self._going_on[group.rollout].append((group, group.samples.pop(one.place), one.appended))
+                return
+            # There is no room for another turn.
+            self._scorer.drop(ticket, [one.place])
+        group.score(one.place, one.reward)
         if not group.complete:
             return
         del self._under_way[ticket]
@@ -312,6 +338,7 @@ class Controller:
         group = self._under_way.pop(ticket)
         self.queue.fail(ticket, group.tokens)
         del self._rows[ticket]
+        self._going_on[group.rollout] = [one for one in self._going_on[group.rollout] if one[0] is not group]
         if group in self._waiting[group.rollout]:
             self._waiting[group.rollout].remove(group)
         else:
@@ -339,8 +366,8 @@ class Controller:
         )
         if self._lists:
             wait_any([one.future for one in self._lists.values()], POLL_S if self._scorer.pending else None)
-        for ticket, place, reward in self._scorer.results(0.0 if self._lists else POLL_S):
-            self._scored(ticket, place, reward)
+        for one in self._scorer.results(0.0 if self._lists else POLL_S):
+            self._scored(one)
         self._take_ended()
 
     def _take_ended(self) -> None:

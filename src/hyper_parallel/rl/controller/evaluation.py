@@ -10,7 +10,7 @@ from typing import Any
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.rl.controller.scorer import Scorer
 from hyper_parallel.rl.controller.workers import RoleGroup
-from hyper_parallel.rl.environments.environment import prompt_of
+from hyper_parallel.rl.rewards.reward import Prompt
 
 SEED = 2**31
 """Added to the run's seed: held-out answers are drawn by other numbers than training's."""
@@ -42,11 +42,11 @@ def mean_reward(
     temperature: float,
 ) -> float:
     """Of one answer to each prompt; one without a reward counts 0."""
-    answers = rollout.ask(
-        step,
-        "answer",
-        prompts=[prompt_of(one) for one in rows],
-        temperature=temperature,
-        seed=config.seed + SEED,
-    )
+
+    def answers(prompts: Sequence[Prompt]) -> list[str]:
+        found: list[str] = rollout.ask(
+            step, "answer", prompts=prompts, temperature=temperature, seed=config.seed + SEED
+        )
+        return found
+
     return statistics.fmean(reward or 0.0 for reward in scorer.all_of(answers, rows))

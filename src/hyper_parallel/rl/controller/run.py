@@ -22,7 +22,7 @@ from hyper_parallel.rl.controller.placement import HOST, groups_of
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.controller.recovery import LOST, Recovery
-from hyper_parallel.rl.controller.scorer import Scorer
+from hyper_parallel.rl.controller.scorer import Scorer, scorer_of
 from hyper_parallel.rl.controller.warm_up import warm_up
 from hyper_parallel.rl.controller.weight_sync import WeightSync
 from hyper_parallel.rl.controller.workers import RoleGroup, do
@@ -73,7 +73,7 @@ def run(
     prompts = Prompts(config)
     with (
         run_lock(config.out),
-        Scorer(config.task, folder) as scorer,
+        scorer_of(config.task, folder) as scorer,
         (engine or functools.partial(engine_of, config))() as workers,
         contextlib.closing(Recorder(config, told)) as recorder,
     ):

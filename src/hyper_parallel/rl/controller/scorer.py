@@ -1,26 +1,83 @@
-"""Rewards of answers, from the pool of reward processes: asked for as answers end, taken as they come."""
+"""Rewards of answers: asked for as answers end, from a pool of processes, and taken as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from hyper_parallel.config.rl_task import TaskConfig
 from hyper_parallel.rl.environments.environment import prompt_of
 from hyper_parallel.rl.rewards.pool import RewardPool
+from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.sample import Sample
 
-_EVALUATION = -1
+Answers = Callable[[Sequence[Prompt]], list[str]]
+"""An answer to each prompt, at once: of an evaluation."""
+EVALUATION = -1
 """In place of a ticket."""
 
 
-class Scorer:
-    """Never waits for a reward; one that fails is None."""
+@dataclass(frozen=True)
+class Scored:
+    """What came of an answer."""
+
+    ticket: int
+    place: int
+    reward: float | None
+    """None where it failed; of an answer that goes on, that of its turns until now."""
+    appended: str | None = None
+    """Of an answer that goes on: the text that the policy reads next."""
+
+
+class Scorer(Protocol):
+    """Never waits for a reward."""
+
+    failed: int
+    """Rewards that could not be computed, in time or at all."""
+
+    @property
+    def pending(self) -> int:
+        """Answers whose results are not taken yet."""
+
+    def submit(self, sample: Sample, task: Mapping[str, Any]) -> None:
+        """An answer, or a turn of one, has ended."""
+
+    def results(self, timeout_s: float) -> list[Scored]:
+        """Those that are there, after at most so many seconds."""
+
+    def drop(self, ticket: int, places: Sequence[int]) -> None:
+        """Nothing more is asked about these answers."""
+
+    def all_of(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """The rewards of an evaluation. Results of others that arrive meanwhile are kept."""
+
+    def close(self) -> None:
+        """End the processes."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def scorer_of(task: TaskConfig, folder: Path | None) -> Scorer:
+    """The scorer of a task. `folder`: where files are looked for. Raises ConfigError for an unknown name."""
+    if task.environment is None:
+        return RewardScorer(task, folder)
+    from hyper_parallel.rl.controller.environment_scorer import EnvironmentScorer
+
+    return EnvironmentScorer(task, task.environment, folder)
+
+
+class RewardScorer:
+    """By a reward function."""
 
     def __init__(self, task: TaskConfig, folder: Path | None = None) -> None:
-        """`folder`: where a reward's file is looked for. Raises ConfigError for an unknown reward."""
+        """As `scorer_of`."""
         self._pool = RewardPool(
             task.reward,
             workers=task.workers,
@@ -28,54 +85,48 @@ class Scorer:
             folder=folder,
             options=task.options,
         )
-        self._kept: list[tuple[int, int, float | None]] = []
+        self._kept: list[Scored] = []
         """Rewards of answers that came while an evaluation was waited for."""
-        self.pending = 0
-        """Rewards that are not there yet."""
+        self._asked = 0
         self.failed = 0
-        """Rewards that could not be computed, in time or at all."""
-        self.reasons: list[str] = []
-        """Why, the first few."""
+
+    @property
+    def pending(self) -> int:
+        """As `Scorer` has it."""
+        return self._asked
 
     def submit(self, sample: Sample, task: Mapping[str, Any]) -> None:
-        """Ask for the reward of an answer."""
+        """As `Scorer` has it."""
         self._pool.submit((sample.ticket, sample.place), prompt_of(task), sample.text, task)
-        self.pending += 1
+        self._asked += 1
 
-    def results(self, timeout_s: float) -> list[tuple[int, int, float | None]]:
-        """Ticket, place and reward of what is there, after at most so many seconds."""
+    def results(self, timeout_s: float) -> list[Scored]:
+        """As `Scorer` has it."""
         kept, self._kept = self._kept, []
-        if self.pending > len(kept):
+        if self._asked > len(kept):
             kept += self._arrived(0.0 if kept else timeout_s)
-        self.pending -= len(kept)
+        self._asked -= len(kept)
         return kept
 
-    def all_of(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """The rewards of an evaluation's answers. Others that arrive meanwhile are kept."""
-        for place, (answer, row) in enumerate(zip(answers, rows, strict=True)):
-            self._pool.submit((_EVALUATION, place), prompt_of(row), answer, row)
-        found: dict[int, float | None] = {}
-        while len(found) < len(answers):
-            for ticket, place, reward in self._arrived(1.0):
-                if ticket == _EVALUATION:
-                    found[place] = reward
-                else:
-                    self._kept.append((ticket, place, reward))
-        return [found[place] for place in range(len(answers))]
+    def drop(self, ticket: int, places: Sequence[int]) -> None:
+        """As `Scorer` has it: its rewards arrive and are of no use."""
 
-    def _arrived(self, timeout_s: float) -> list[tuple[int, int, float | None]]:
-        found = []
-        for key, reward in self._pool.results(timeout_s):
-            assert isinstance(key, tuple)
-            if reward.failed is not None:
-                self.failed += 1
-                if len(self.reasons) < 5:
-                    self.reasons.append(reward.failed)
-            found.append((*key, reward.value if reward.failed is None else None))
-        return found
+    def all_of(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """As `Scorer` has it."""
+        given = answers([prompt_of(row) for row in rows])
+        for place, (answer, row) in enumerate(zip(given, rows, strict=True)):
+            self._pool.submit((EVALUATION, place), prompt_of(row), answer, row)
+        found: dict[int, float | None] = {}
+        while len(found) < len(given):
+            for one in self._arrived(1.0):
+                if one.ticket == EVALUATION:
+                    found[one.place] = one.reward
+                else:
+                    self._kept.append(one)
+        return [found[place] for place in range(len(given))]
 
     def close(self) -> None:
-        """End the processes."""
+        """As `Scorer` has it."""
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -85,3 +136,11 @@ class Scorer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _arrived(self, timeout_s: float) -> list[Scored]:
+        found = []
+        for key, reward in self._pool.results(timeout_s):
+            assert isinstance(key, tuple)
+            self.failed += reward.failed is not None
+            found.append(Scored(*key, reward.value if reward.failed is None else None))
+        return found

@@ -41,6 +41,9 @@ class _Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
+    turn: int = 0
+    """Tokens before the policy's last turn."""
 
 
 class Rollout:
@@ -148,19 +151,29 @@ class Rollout:
         self._engine.cache.close()
 
     def _take(self, asked: Prompted) -> None:
-        ids = self._ids(asked.prompt)
+        before = asked.before
+        ids = self._ids(asked.prompt) if before is None else list(before.prompt)
         sampling = self._settings.sampling()
         check_length(self._model_config, len(ids) + sampling.max_tokens)
         request = Request(
             ids=tuple(ids), sampling=sampling, seed=self._seed, row=asked.row, sample=asked.place
         )
         number, self._numbers = self._numbers, self._numbers + 1
-        self._answers[number] = _Answer(asked, request)
+        answer = self._answers[number] = _Answer(asked, request)
+        if before is not None:
+            # The policy has at least one token to answer with.
+            room = sampling.max_tokens - 1 - len(before.tokens)
+            added = self.tokenizer.encode_raw([asked.appended])[0][: max(0, room)]
+            answer.tokens = [*before.tokens, *added]
+            answer.logprobs = [*before.logprobs, *[0.0] * len(added)]
+            answer.versions = [*before.versions, *[self.version] * len(added)]
+            answer.drawn = [*before.drawn, *[False] * len(added)]
+            answer.turn = len(answer.tokens)
         if len(ids) > self._longest:
             self._longest = len(ids)
             self._close()
         elif self._run is not None:
-            self._run.submit(number, request)
+            self._run.submit(number, _going_on(answer))
 
     def _ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
@@ -177,8 +190,7 @@ class Rollout:
                 self._engine.open_run(like, self._settings, self.tokenizer.decode)
             )
             for number, one in self._answers.items():
-                ids = one.request.ids + tuple(one.tokens)
-                self._run.submit(number, replace(one.request, ids=ids, answered=len(one.tokens)))
+                self._run.submit(number, _going_on(one))
         return self._run
 
     def _close(self) -> None:
@@ -193,6 +205,7 @@ class Rollout:
         answer.tokens.append(token)
         answer.logprobs.append(logprob)
         answer.versions.append(self.version)
+        answer.drawn.append(True)
 
     def _ended(self, number: int, completion: Completion) -> Sample:
         one = self._answers.pop(number)
@@ -204,7 +217,13 @@ class Rollout:
             tokens=tuple(one.tokens),
             logprobs=tuple(one.logprobs),
             versions=tuple(one.versions),
-            drawn=(True,) * len(one.tokens),
+            drawn=tuple(one.drawn),
             ended=completion.finish == "stop",
-            text=completion.text,
+            text=self.tokenizer.decode(one.tokens[one.turn :]),
         )
+
+
+def _going_on(one: _Answer) -> Request:
+    """The request behind the tokens that it has."""
+    ids = one.request.ids + tuple(one.tokens)
+    return replace(one.request, ids=ids, answered=len(one.tokens))
