@@ -141,6 +141,7 @@ class RewardScorer:
         found = []
         for key, reward in self._pool.results(timeout_s):
             assert isinstance(key, tuple)
+            ticket, place = key
             self.failed += reward.failed is not None
-            found.append(Scored(*key, reward.value if reward.failed is None else None))
+            found.append(Scored(ticket, place, reward.value if reward.failed is None else None))
         return found
