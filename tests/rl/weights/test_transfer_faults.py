@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.role_groups import run_roles
 from harness.weight_models import connected, small_model, whole
+from harness.weight_roles import run_roles
 from hyper_parallel.compat.standalone_group import Pending, StandaloneGroup
 from hyper_parallel.errors import WeightsError
 from hyper_parallel.rl.weights.options import TransferOptions

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from harness import run_ranks
-from harness.role_groups import run_roles
 from harness.weight_models import connected, small_model, whole
+from harness.weight_roles import run_roles
 from hyper_parallel.compat.standalone_group import serve_store
 from hyper_parallel.errors import WeightsError
 from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
