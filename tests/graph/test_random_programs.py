@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
@@ -149,6 +149,26 @@ def test_an_order_that_only_keeps_the_edges_is_right_or_refused(trace: list[Inst
             reorder(step, order)
 
 
+# A storage that is repeated beside a chosen one was written to later, by what writes to the state too.
+_ALONG = (
+    [("double", 0, 0)] * 2
+    + [("halves", 0, 0), ("norm", 0, 0), ("norm", 1, 0)]
+    + [("double", 0, 0)] * 4
+    + [("two in place", 0, 8), ("double", 8, 0), ("norm", 14, 0)],
+    [
+        ("double", 0, 0),
+        ("halves", 0, 0),
+        ("halves", 0, 0),
+        ("in place", 0, 31),
+        ("double", 0, 0),
+        ("double", 16, 0),
+        ("double", 0, 0),
+        ("double", 0, 0),
+    ],
+)
+
+
+@example(*_ALONG, 0)
 @settings(max_examples=50, deadline=None)
 @given(LONGER, LONGER, SEEDS)
 def test_storages_computed_again_give_the_same_bits(

@@ -318,8 +318,13 @@ class _Repeater:
 
     def _stays(self, storage: int, late: int) -> bool:
         """Whether a storage is used as it is: it is alive at `late`, or cannot be repeated."""
-        if storage in self._moved or storage in self._outside:
-            return storage in self._outside
+        if storage in self._outside:
+            return True
+        # One that only came along with another one's repetition may have been written to since by what cannot be.
+        if storage in self._moved and all(
+            self._nodes[at] in self._again for at in self._history(storage, late)
+        ):
+            return False
         if storage in self._chosen:
             return False
         if storage in self._kept:
