@@ -18,7 +18,12 @@ from hyper_parallel.rl.controller.run import run
 APART = {"actor": {"devices": 0}, "rollout": {"devices": 1, "page": 16}}
 KINDS: dict[str, dict[str, Any]] = {
     "ppo": {"rl": {"algorithm": "ppo", "minibatches": 2}},
-    "rloo, one step off": {"rl": {"algorithm": "rloo", "staleness": 1}, "roles": APART},
+    "rloo, one step off": {
+        "rl": {"algorithm": "rloo", "staleness": 1},
+        "roles": APART,
+        "eval": {"prompts": 16, "every": 1},
+        "checkpoint": {"every": 1},
+    },
     "dapo": {"rl": {"algorithm": "dapo", "minibatches": 2, "staleness": 3}, "roles": APART},
     "decoupled, discard": {
         "rl": {"objective": "decoupled", "staleness": 2, "order": "discard", "chunk": 1},

@@ -11,6 +11,7 @@ after the one before it was trained, and the same loop is synchronous.
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -108,7 +109,6 @@ class Controller:
         """Of tickets that have not been trained."""
         self._arrived: dict[str, bool] = {}
         self._dropped: dict[str, list[int]] = {one.name: [] for one in self._rollouts}
-        self._steps = 0
         self._taken: list[Sample] | None = None
         """The batch that is being trained on, or scored before."""
 
@@ -117,7 +117,6 @@ class Controller:
 
         Raises GroupLost where workers died, and what a list raised otherwise.
         """
-        self._steps = steps
         while self.state.step < steps and not stop():
             self._start_training()
             for rollout in self._rollouts:
@@ -142,8 +141,8 @@ class Controller:
         self._lists.pop(group.name, None)
         for ticket in [one.ticket for one in self._under_way.values() if one.rollout == group.name]:
             lost = self._under_way.pop(ticket)
-            # Answers that have ended and wait for their reward alone are not lost.
             self.queue.fail(ticket, lost.tokens)
+            self._scorer.drop(ticket, range(lost.size))
             self.state.again.append(self._rows.pop(ticket))
         self.state.again.sort()
         if group.name in self._waiting:
@@ -159,7 +158,8 @@ class Controller:
             one.size - len(one.samples) for one in self._under_way.values() if one.rollout == rollout.name
         )
         room = max(0, role.batch * role.spread.axes.replicate - busy)
-        left = (self._steps - self.state.step) * rl.prompts - self.queue.outstanding
+        # To the end of the run, and not of this part of it: generation goes on beside a checkpoint.
+        left = (rl.steps - self.state.step) * rl.prompts - self.queue.outstanding
         share = -(-rl.prompts // len(self._rollouts))
         count = min(-(-room // rl.group), share, self.queue.admissible(rollout.version), max(0, left))
         for ticket in self.queue.start(count, rollout.version):
@@ -337,6 +337,7 @@ class Controller:
         """Give up a group of answers that cannot be trained within the bound any more."""
         group = self._under_way.pop(ticket)
         self.queue.fail(ticket, group.tokens)
+        self._scorer.drop(ticket, range(group.size))
         del self._rows[ticket]
         self._going_on[group.rollout] = [one for one in self._going_on[group.rollout] if one[0] is not group]
         if group in self._waiting[group.rollout]:
@@ -348,8 +349,6 @@ class Controller:
         """With `task.shuffle_rewards`: each reward at another answer of the batch."""
         if not self._config.task.shuffle_rewards:
             return samples
-        import random
-
         order = list(range(len(samples)))
         random.Random(f"{self._config.seed}:{self.state.step}").shuffle(order)
         return [replace(one, reward=samples[other].reward) for one, other in zip(samples, order, strict=True)]

@@ -147,7 +147,7 @@ class _Run:
         for one in self._rollouts:
             self._weights.connect(one, state.step)
             self._weights.now(one, state.version, state.step)
-        self._before = before if before is not None else self._evaluated(state.step)
+        self._before = before if before is not None else self._evaluated(state)
         self._controller = self._new_controller(state, queue)
         while True:
             try:
@@ -183,16 +183,13 @@ class _Run:
             if now >= due and now < rl.steps:
                 self._save(controller.state, controller.queue)
             if every and now % every == 0 and now < rl.steps:
-                self._evaluated(now)
+                self._evaluated(controller.state)
         return controller.state.step < rl.steps
 
     def _finished(self, stopped: bool) -> tuple[Accuracy | None, str | None]:
         """Evaluate and save at the end; the accuracy and the checkpoint's path. Raises `LOST`."""
-        state, first = self.controller.state, self._rollouts[0]
-        if not stopped and first.version != state.version:
-            self._weights.connect(first, state.step)
-            self._weights.now(first, state.version, state.step)
-        after = self._evaluated(state.step) if not stopped and state.step else None
+        state = self.controller.state
+        after = self._evaluated(state) if not stopped and state.step else None
         self._save(state, self.controller.queue)
         return after, self._actor.ask(state.step, "saved")
 
@@ -207,6 +204,7 @@ class _Run:
         found = self._actor.ask(self.controller.state.step, "resume")
         assert found is not None, "saved before the first step"
         state, queue, _ = self._restored(found)
+        self._scorer.begin_anew()
         self._controller = self._new_controller(state, queue)
         self._recorder.open(state.step)
         return state
@@ -225,10 +223,15 @@ class _Run:
     def _trained(self, report: BatchReport) -> None:
         self._recorder.batch(report, {one.name: one.busy_s for one in self._groups})
 
-    def _evaluated(self, step: int) -> Accuracy | None:
+    def _evaluated(self, state: LoopState) -> Accuracy | None:
+        """With the weights of now, which the rollout may not have yet."""
         if not self._prompts.held_out:
             return None
-        found = evaluate(self._config, self._rollouts[0], self._prompts.held_out, self._scorer, step)
+        first, step = self._rollouts[0], state.step
+        if first.version != state.version:
+            self._weights.connect(first, step)
+            self._weights.now(first, state.version, step)
+        found = evaluate(self._config, first, self._prompts.held_out, self._scorer, step)
         self._recorder.evaluation(step, found)
         return found
 

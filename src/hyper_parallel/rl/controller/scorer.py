@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from hyper_parallel.config.rl_task import TaskConfig
 from hyper_parallel.rl.environments.environment import prompt_of
@@ -18,6 +19,15 @@ Answers = Callable[[Sequence[Prompt]], list[str]]
 """An answer to each prompt, at once: of an evaluation."""
 EVALUATION = -1
 """In place of a ticket."""
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """An answer. Tickets are given again after a resume: `life` counts these."""
+
+    life: int
+    ticket: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -32,36 +42,86 @@ class Scored:
     """Of an answer that goes on: the text that the policy reads next."""
 
 
-class Scorer(Protocol):
-    """Never waits for a reward."""
+class Scorer(ABC):
+    """Never waits for a reward. A context manager: its processes end with it."""
 
-    failed: int
-    """Rewards that could not be computed, in time or at all."""
+    def __init__(self) -> None:
+        self.failed = 0
+        """Rewards that could not be computed, in time or at all."""
+        self._life = 0
+        self._asked: set[Key] = set()
+        """Answers whose results have not come."""
+        self._kept: list[Scored] = []
+        """Results that came while an evaluation was waited for."""
 
     @property
     def pending(self) -> int:
         """Answers whose results are not taken yet."""
+        return len(self._asked) + len(self._kept)
 
     def submit(self, sample: Sample, task: Mapping[str, Any]) -> None:
         """An answer, or a turn of one, has ended."""
+        key = Key(self._life, sample.ticket, sample.place)
+        self._asked.add(key)
+        self._ask(key, task, sample.text)
 
     def results(self, timeout_s: float) -> list[Scored]:
         """Those that are there, after at most so many seconds."""
+        kept, self._kept = self._kept, []
+        if self._asked:
+            kept += self._taken(0.0 if kept else timeout_s)
+        return kept
 
+    def begin_anew(self) -> None:
+        """Nothing more is asked about any answer until now; the same tickets may come again."""
+        self._life += 1
+        self._asked.clear()
+        self._kept.clear()
+
+    @abstractmethod
     def drop(self, ticket: int, places: Sequence[int]) -> None:
         """Nothing more is asked about these answers."""
 
+    @abstractmethod
     def all_of(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """The rewards of an evaluation. Results of others that arrive meanwhile are kept."""
 
+    @abstractmethod
     def close(self) -> None:
         """End the processes."""
 
-    def __enter__(self) -> Self: ...
+    @abstractmethod
+    def _ask(self, key: Key, task: Mapping[str, Any], text: str) -> None:
+        """Begin to score a text."""
+
+    @abstractmethod
+    def _arrived(self, timeout_s: float) -> list[tuple[Key, Scored]]:
+        """What has come, in any life."""
+
+    def _taken(self, timeout_s: float) -> list[Scored]:
+        """What has come of this life."""
+        found = []
+        for key, one in self._arrived(timeout_s):
+            self._asked.discard(key)
+            if key.life == self._life:
+                found.append(one)
+        return found
+
+    def _of_evaluation(self, count: int) -> list[Scored]:
+        """Wait for so many results of an evaluation."""
+        found: list[Scored] = []
+        while len(found) < count:
+            for one in self._taken(1.0):
+                (found if one.ticket == EVALUATION else self._kept).append(one)
+        return found
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
 def scorer_of(task: TaskConfig, folder: Path | None) -> Scorer:
@@ -73,11 +133,12 @@ def scorer_of(task: TaskConfig, folder: Path | None) -> Scorer:
     return EnvironmentScorer(task, task.environment, folder)
 
 
-class RewardScorer:
+class RewardScorer(Scorer):
     """By a reward function."""
 
     def __init__(self, task: TaskConfig, folder: Path | None = None) -> None:
         """As `scorer_of`."""
+        super().__init__()
         self._pool = RewardPool(
             task.reward,
             workers=task.workers,
@@ -85,28 +146,6 @@ class RewardScorer:
             folder=folder,
             options=task.options,
         )
-        self._kept: list[Scored] = []
-        """Rewards of answers that came while an evaluation was waited for."""
-        self._asked = 0
-        self.failed = 0
-
-    @property
-    def pending(self) -> int:
-        """As `Scorer` has it."""
-        return self._asked
-
-    def submit(self, sample: Sample, task: Mapping[str, Any]) -> None:
-        """As `Scorer` has it."""
-        self._pool.submit((sample.ticket, sample.place), prompt_of(task), sample.text, task)
-        self._asked += 1
-
-    def results(self, timeout_s: float) -> list[Scored]:
-        """As `Scorer` has it."""
-        kept, self._kept = self._kept, []
-        if self._asked > len(kept):
-            kept += self._arrived(0.0 if kept else timeout_s)
-        self._asked -= len(kept)
-        return kept
 
     def drop(self, ticket: int, places: Sequence[int]) -> None:
         """As `Scorer` has it: its rewards arrive and are of no use."""
@@ -115,33 +154,22 @@ class RewardScorer:
         """As `Scorer` has it."""
         given = answers([prompt_of(row) for row in rows])
         for place, (answer, row) in enumerate(zip(given, rows, strict=True)):
-            self._pool.submit((EVALUATION, place), prompt_of(row), answer, row)
-        found: dict[int, float | None] = {}
-        while len(found) < len(given):
-            for one in self._arrived(1.0):
-                if one.ticket == EVALUATION:
-                    found[one.place] = one.reward
-                else:
-                    self._kept.append(one)
-        return [found[place] for place in range(len(given))]
+            self._ask(Key(self._life, EVALUATION, place), row, answer)
+        found = {one.place: one.reward for one in self._of_evaluation(len(rows))}
+        return [found[place] for place in range(len(rows))]
 
     def close(self) -> None:
         """As `Scorer` has it."""
         self._pool.close()
 
-    def __enter__(self) -> Self:
-        return self
+    def _ask(self, key: Key, task: Mapping[str, Any], text: str) -> None:
+        self._pool.submit(key, prompt_of(task), text, task)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _arrived(self, timeout_s: float) -> list[Scored]:
+    def _arrived(self, timeout_s: float) -> list[tuple[Key, Scored]]:
         found = []
         for key, reward in self._pool.results(timeout_s):
-            assert isinstance(key, tuple)
-            ticket, place = key
+            assert isinstance(key, Key)
             self.failed += reward.failed is not None
-            found.append(Scored(ticket, place, reward.value if reward.failed is None else None))
+            value = reward.value if reward.failed is None else None
+            found.append((key, Scored(key.ticket, key.place, value)))
         return found
