@@ -21,7 +21,7 @@ EVALUATION = -1
 """In place of a ticket."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Key:
     """An answer. Tickets are given again after a resume: `life` counts these."""
 

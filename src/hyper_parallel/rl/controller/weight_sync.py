@@ -17,7 +17,6 @@ CONNECT_S = 60.0
 
 @dataclass
 class _Link:
-    epoch: int
     sending: int | None = None
     """The version that the actor sends and has not finished."""
     receiving: int | None = None
@@ -57,7 +56,7 @@ class WeightSync:
         calls = [group.call([instruction], step) for group in {id(g): g for g in (actor, rollout)}.values()]
         for one in calls:
             one.result()
-        self._links[name] = _Link(self._epochs)
+        self._links[name] = _Link()
 
     def before_training(self) -> list[Instruction]:
         """What ends before the actor's weights change: the sends of the version before."""
@@ -142,5 +141,5 @@ class WeightSync:
                 for rank in one.result():
                     if problem := next(filter(None, rank), None):
                         raise WeightsError(problem)
-            self._links[name] = _Link(self._epochs)
+            self._links[name] = _Link()
         rollout.version = version

@@ -63,8 +63,3 @@ class RoleGroup:
         self.restarts += 1
         self._ready = self._group.restart(timeout_s=START_S)
         self._ready.result()
-
-    @property
-    def pids(self) -> list[int]:
-        """Of its workers."""
-        return self._group.pids

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.rl.environments.environment import Turn
-from hyper_parallel.rl.rewards.pool import check_json
-from hyper_parallel.rl.rewards.processes import Job, Processes
+from hyper_parallel.rl.rewards.processes import Job
 from hyper_parallel.rl.rewards.reward import Prompt
+from hyper_parallel.rl.rewards.worker_pool import WorkerPool, check_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class _Episode:
     busy: bool = True
 
 
-class EnvironmentPool:
+class EnvironmentPool(WorkerPool):
     """Worker processes for one kind of environment. Close it, or use it as a context manager."""
 
     def __init__(
@@ -53,15 +52,14 @@ class EnvironmentPool:
         """`name`, `folder`, `options`: as `load_environment`. Returns when all workers have imported it; raises
         ConfigError if they cannot.
         """
-        check_json(dict(options or {}), "the options of the environment")
         self._limit = time_limit_s
-        self._processes = Processes(
+        super().__init__(
             "hyper_parallel.rl.environments.host:environments",
             name,
-            workers,
-            time_limit_s,
-            folder,
-            options,
+            workers=workers,
+            time_limit_s=time_limit_s,
+            folder=folder,
+            options=options,
             what="environment",
         )
         self._workers = workers
@@ -70,14 +68,6 @@ class EnvironmentPool:
         """Of a job: its key, the number of its episode, and its answer (None: it resets)."""
         self._number = 0
         self._restored = 0
-
-    def __enter__(self) -> EnvironmentPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def reset(self, key: Hashable, task: Mapping[str, Any]) -> None:
         """Begin an episode under a key that has none; never waits. Raises DataError for a row that is not JSON."""
@@ -136,14 +126,9 @@ class EnvironmentPool:
         """As `RewardPool.counters`, and `restored`: episodes that were repeated in a new process."""
         return {**self._processes.counters, "restored": self._restored}
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return self._processes.pids
-
     def close(self) -> None:
         """End the workers and all episodes."""
-        self._processes.close()
+        super().close()
         self._episodes.clear()
         self._jobs.clear()
 

@@ -6,22 +6,20 @@ A function that hangs, raises, returns no finite number or kills its process cos
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from hyper_parallel.errors import DataError
-from hyper_parallel.rl.rewards.processes import Job, Processes
+from hyper_parallel.rl.rewards.processes import Job
 from hyper_parallel.rl.rewards.reward import Prompt, Reward
 from hyper_parallel.rl.rewards.sandbox import check
+from hyper_parallel.rl.rewards.worker_pool import WorkerPool, check_json
 
 Request = tuple[Hashable, Prompt, str, Mapping[str, Any]]
 """(key, prompt, answer, task)."""
 
 
-class RewardPool:
+class RewardPool(WorkerPool):
     """Worker processes for one reward function. Close it, or use it as a context manager."""
 
     def __init__(
@@ -38,29 +36,20 @@ class RewardPool:
         Returns when all workers have imported the function. Raises ConfigError, in one line, if they cannot, and for
         `code` with the option `isolation="required"` where the machine does not isolate.
         """
-        check_json(dict(options or {}), "the options of the reward")
         if name == "code":
             check((options or {}).get("isolation", "preferred"))
-        self._processes = Processes(
+        super().__init__(
             "hyper_parallel.rl.rewards.worker:rewards",
             name,
-            workers,
-            time_limit_s,
-            folder,
-            options,
+            workers=workers,
+            time_limit_s=time_limit_s,
+            folder=folder,
+            options=options,
             what="reward",
         )
         self._keys: dict[int, Hashable] = {}
         self._number = 0
         self._not_a_number = 0
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def submit(self, key: Hashable, prompt: Prompt, answer: str, task: Mapping[str, Any]) -> None:
         """Queue one sample; never waits. Raises DataError for what JSON cannot hold."""
@@ -97,22 +86,7 @@ class RewardPool:
         """`done`, `not_a_number` (of those done), `raised`, `timed_out`, `died`, `retried`, `restarts`."""
         return {**self._processes.counters, "not_a_number": self._not_a_number}
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return self._processes.pids
-
     def close(self) -> None:
         """End the workers; samples without a result are dropped."""
-        self._processes.close()
+        super().close()
         self._keys.clear()
-
-
-def check_json(message: Any, what: str) -> None:
-    """Raise DataError for what cannot be sent to a worker."""
-    try:
-        json.dumps(message)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{what} cannot be sent to a process, being no JSON: {error}; use plain values"
-        ) from error

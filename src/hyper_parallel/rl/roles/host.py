@@ -81,11 +81,6 @@ class RoleHost:
         assert self._actor is not None
         self._actor.warmed_up()
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """Log-probabilities of each sample's tokens under the actor."""
-        assert self._actor is not None
-        return self._actor.logprobs(samples)
-
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint: the actor, its optimizer, and the controller's state."""
         assert self._checkpoints is not None
@@ -123,10 +118,10 @@ class RoleHost:
         assert self._rollout is not None
         return self._rollout.generate(new, passes)
 
-    def answer(self, prompts: Sequence[Any], temperature: float, seed: int, first: int = 0) -> list[str]:
+    def answer(self, prompts: Sequence[Any], temperature: float, seed: int) -> list[str]:
         """As `Rollout.answer`; the first rank gives them."""
         assert self._rollout is not None
-        found = self._rollout.answer(prompts, temperature=temperature, seed=seed, first=first)
+        found = self._rollout.answer(prompts, temperature=temperature, seed=seed)
         return found if self._worker.rank == 0 else []
 
     def drop(self, tickets: Sequence[int]) -> None:
@@ -216,10 +211,6 @@ class RoleHost:
         """The rollout's weights are those of `version`."""
         if self._rollout is not None:
             self._rollout.renewed(version)
-
-    def sent_bytes(self) -> int:
-        """Of weights, by this rank."""
-        return self._links.sent_bytes
 
     def _has(self, role: str) -> bool:
         return {"rollout": self._rollout, "reference": self._reference}.get(role) is not None

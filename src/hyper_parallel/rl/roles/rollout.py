@@ -130,15 +130,14 @@ class Rollout:
         *,
         temperature: float,
         seed: int,
-        first: int = 0,
     ) -> list[str]:
-        """One answer to each prompt, at once, beside those under way: of an evaluation. `first`: the row of the first.
-        Every rank gives all of them."""
+        """One answer to each prompt, at once, beside those under way: of an evaluation. Every rank gives all of
+        them."""
         sampling = self._settings.sampling().model_copy(
             update={"temperature": temperature, "logprobs": False}
         )
         requests = [
-            Request(ids=tuple(self._ids(one)), sampling=sampling, seed=seed, row=first + row)
+            Request(ids=tuple(self._ids(one)), sampling=sampling, seed=seed, row=row)
             for row, one in enumerate(prompts)
         ]
         settings = Inference(**{**self._settings.model_dump(), "temperature": temperature, "logprobs": False})

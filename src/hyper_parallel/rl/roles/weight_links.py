@@ -66,8 +66,3 @@ class WeightLinks:
         """End a link, if it is there."""
         if (found := self._links.pop(link, None)) is not None:
             found.close()
-
-    @property
-    def sent_bytes(self) -> int:
-        """Of all links, headers included."""
-        return sum(one.sent_bytes for one in self._links.values())
