@@ -6,7 +6,6 @@ and values go to pages through `PagedCache`, attention is `paged_attention`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -112,7 +111,7 @@ class Engine:
             scheduler.waiting.clear()
             scheduler.row_length = self.row_length
             scheduler.begin = lambda one, first: self._took(one, *first, text_of)
-            yield OpenRun(scheduler, lambda most: self._until_some_end(scheduler, cache, text_of, most))
+            yield OpenRun(scheduler, lambda most: self._passes(scheduler, cache, text_of, most))
 
     def replayed(self, texts: Sequence[list[int]], answer: int, *, exact: bool = True) -> list[Tensor]:
         """Float32 logits [answer + 1, V] behind each of the last tokens of each text, as generation computes them: all
@@ -165,23 +164,38 @@ class Engine:
             if experts is not None:
                 self.model.set_experts_implementation(experts)
 
-    def _until_some_end(
-        self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf, passes: int | None = None
-    ) -> list[Running]:
-        """Passes until requests end, at most `passes`, and these; none when all have."""
+    def _until_some_end(self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf) -> list[Running]:
+        """Passes until requests end, and these; none when all have."""
         with self._generating(cache):
-            for number in itertools.count(1):
-                chosen = scheduler.next_pass()
-                ended, scheduler.ended = scheduler.ended, []
-                if chosen:
-                    with self.around_pass():
-                        ended += self._advance(chosen, cache, text_of, scheduler)
-                    scheduler.passed(chosen)
-                for one in ended:
-                    scheduler.end(one)
-                if ended or not chosen or number == passes:
+            while True:
+                computed, ended = self._one_pass(scheduler, cache, text_of)
+                if ended or not computed:
                     return ended
-        raise AssertionError("passes are counted without end")
+
+    def _passes(self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf, passes: int) -> list[Running]:
+        """So many passes, fewer when all requests have ended; those that ended."""
+        found: list[Running] = []
+        with self._generating(cache):
+            for _ in range(passes):
+                computed, ended = self._one_pass(scheduler, cache, text_of)
+                found += ended
+                if not computed:
+                    break
+        return found
+
+    def _one_pass(
+        self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf
+    ) -> tuple[bool, list[Running]]:
+        """Whether there was anything to compute, and the requests that ended."""
+        chosen = scheduler.next_pass()
+        ended, scheduler.ended = scheduler.ended, []
+        if chosen:
+            with self.around_pass():
+                ended += self._advance(chosen, cache, text_of, scheduler)
+            scheduler.passed(chosen)
+        for one in ended:
+            scheduler.end(one)
+        return bool(chosen), ended
 
     def _advance(
         self,

@@ -13,7 +13,7 @@ class OpenRun:
     """Made by `Engine.open_run`. Not for several threads at once."""
 
     def __init__(self, scheduler: Scheduler, advance: Callable[[int], list[Running]]) -> None:
-        """`advance` computes passes, at most as many as it is given, until requests end, and gives these."""
+        """`advance` computes as many passes as it is given, and gives the requests that ended."""
         self._scheduler, self._advance = scheduler, advance
 
     def __len__(self) -> int:
@@ -25,8 +25,7 @@ class OpenRun:
         self._scheduler.waiting.append((number, request))
 
     def advance(self, passes: int) -> list[tuple[int, Completion]]:
-        """Compute at most so many passes, fewer where answers end or no request is left; the number and answer of each
-        that ended."""
+        """Compute so many passes, fewer where no request is left; the number and answer of each that ended."""
         return [(one.number, one.answer) for one in self._advance(passes)]
 
     def cancel(self, numbers: Collection[int]) -> None:

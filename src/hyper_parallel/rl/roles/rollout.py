@@ -70,7 +70,7 @@ class Rollout:
                 "logprobs": "drawn",
                 "batch": role.batch,
                 "page": role.page,
-                "rows": max(128, role.page),
+                "rows": max(128, role.page, role.batch),
             }
         )
         self._seed = config.seed

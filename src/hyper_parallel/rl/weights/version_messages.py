@@ -49,7 +49,7 @@ class VersionMessages:
         try:
             pending = self._link.group.send(tensor, message.receiver if to is None else to)
         except PeerError as error:
-            raise self._error(message, str(error)) from error
+            raise self._lost(message, error) from error
         self._sends.append((message, pending))
 
     def finish(self, given: Mapping[int, Message], taken: Mapping[int, Message]) -> None:
@@ -123,14 +123,18 @@ class VersionMessages:
         try:
             return self._link.group.receive(tensor, message.sender if sender is None else sender)
         except PeerError as error:
-            raise self._error(message, str(error)) from error
+            raise self._lost(message, error) from error
 
     def _wait(self, message: Message, pending: Pending) -> Tensor:
         try:
             return self._link.group.wait(pending, self._began + self._seconds - time.monotonic())
         except PeerError as error:
-            took = time.monotonic() - self._began
-            raise self._error(message, f"it failed after {took:.1f} s: {error}") from error
+            raise self._lost(message, error) from error
+
+    def _lost(self, message: Message, error: PeerError) -> WeightsError:
+        """A connection that was found broken, at once or after a wait."""
+        took = time.monotonic() - self._began
+        return self._error(message, f"it failed after {took:.1f} s: {error}")
 
     def _error(self, message: Message, why: str) -> WeightsError:
         return self._link.error(self.version, message, why)
