@@ -27,14 +27,19 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
 DESCEND = ("task.name=descend", "warmup.until=0.2", "rl.steps=100")
 CASES: dict[str, tuple[str, ...]] = {
     "grpo, sort": (),
-    "grpo, sort, synchronous": ("rl.staleness=0",),
+    "grpo, sort, η = 0": ("rl.staleness=0",),
+    "grpo, sort, η = 2": ("rl.staleness=2",),
+    "grpo, sort, η = 4": ("rl.staleness=4",),
     "grpo, descend": DESCEND,
     "rloo, sort": ("rl.algorithm=rloo",),
     "ppo, sort": ("rl.algorithm=ppo", "rl.minibatches=4", "rl.staleness=0", "rl.optimizer.lr=2.0e-4"),
     "grpo, sort, shuffled rewards": ("task.shuffle_rewards=true", "rl.steps=100"),
 }
 """The overrides of each."""
-SEEDS = {"grpo, sort": 5, "grpo, descend": 5}
+SEEDS = {
+    name: 5
+    for name in ("grpo, sort", "grpo, sort, η = 0", "grpo, sort, η = 2", "grpo, sort, η = 4", "grpo, descend")
+}
 
 
 def main() -> int:

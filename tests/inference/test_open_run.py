@@ -123,3 +123,16 @@ def test_some_requests_are_given_up() -> None:
         while len(run):
             found.update(run.advance(50))
     assert found == {number: one for number, one in expected.items() if number not in (0, 2)}
+
+
+def test_all_passes_of_a_call_are_computed() -> None:
+    """A call does not end with the first answer that does."""
+    engine = engine_of("llama")
+    requests, settings = requests_of(engine)
+    expected = dict(engine.run(requests, settings, text_of))
+    assert len(requests) > settings.batch, "some end before others"
+    with engine.open_run(requests, settings, text_of) as run:
+        for number, one in enumerate(requests):
+            run.submit(number, one)
+        assert dict(run.advance(10_000)) == expected
+        assert not run.advance(1)

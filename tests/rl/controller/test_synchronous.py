@@ -14,6 +14,15 @@ from hyper_parallel.rl.controller.run import run
 CASES = [
     ({"shard": 2}, {}, "2"),
     ({"tensor": 2}, {"tensor": 2}, "2-3"),
+    *(
+        pytest.param(actor, rollout, devices, marks=pytest.mark.matrix)
+        for actor, rollout, devices in (
+            ({"shard": 2}, {"tensor": 2}, "2-3"),
+            ({"shard": 2}, {"replicate": 2}, "2-3"),
+            ({"tensor": 2}, {}, "2"),
+            ({"tensor": 2}, {"replicate": 2}, "2-3"),
+        )
+    ),
 ]
 
 
