@@ -36,10 +36,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "grpo, sort, shuffled rewards": ("task.shuffle_rewards=true", "rl.steps=100"),
 }
 """The overrides of each."""
-SEEDS = {
-    name: 5
-    for name in ("grpo, sort", "grpo, sort, η = 0", "grpo, sort, η = 2", "grpo, sort, η = 4", "grpo, descend")
-}
+SEEDS = dict.fromkeys(
+    ("grpo, sort", "grpo, sort, η = 0", "grpo, sort, η = 2", "grpo, sort, η = 4", "grpo, descend"), 5
+)
 
 
 def main() -> int:
