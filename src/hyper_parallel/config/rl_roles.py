@@ -114,6 +114,17 @@ class RolloutRole(RoleConfig):
         return self
 
 
+class WeightsConfig(Section):
+    """How weights travel from the actor to a rollout that has a copy of them."""
+
+    dtype: Literal["bfloat16"] | None = None
+    """Round them to this on their way. Default: they travel in the narrower dtype of both sides."""
+    delta: bool = False
+    """Send only what has changed since the last version; exact. Both sides keep a copy of that version."""
+    bucket_bytes: Annotated[int, Field(ge=8, strict=True)] = 32 * 2**20
+    """The most bytes of one message."""
+
+
 class Roles(Section):
     """The roles of a run. Those that are left out have the devices of the actor."""
 
@@ -123,6 +134,8 @@ class Roles(Section):
     """Generates."""
     reference: TrainedRole | None = None
     """Where the KL divergence is measured from; needed with `rl.kl` above 0. Default: as the actor."""
+    weights: WeightsConfig = WeightsConfig()
+    """How weights travel to the rollout (docs/rl-weights.md)."""
     engine: Literal["local", "ray"] = "local"
     """Who starts the workers: this command on this machine, or Ray (an extra) on one or more (docs/roles.md)."""
     address: str | None = None

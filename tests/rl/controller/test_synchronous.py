@@ -41,3 +41,20 @@ def test_bit_for_bit(actor: dict[str, int], rollout: dict[str, int], devices: st
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def test_changes_alone_are_exact(tmp_path: Path) -> None:
+    """Weights that travel as differences are those that travel whole; rounded ones are not."""
+    found = {}
+    for name, weights in (("whole", {}), ("delta", {"delta": True}), ("rounded", {"dtype": "bfloat16"})):
+        roles = {
+            "actor": {"devices": 0},
+            "rollout": {"devices": 1, "page": 16},
+            "weights": weights,
+        }
+        summary = run(rl_config(tmp_path / name, roles=roles))
+        assert summary.checkpoint is not None
+        found[name] = saved_weights(summary.checkpoint)
+    for name, value in found["whole"].items():
+        assert torch.equal(found["delta"][name], value), name
+    assert any(not torch.equal(found["rounded"][name], value) for name, value in found["whole"].items())

@@ -115,7 +115,7 @@ class _Run:
         self._actor = self._groups[0]
         self._rollouts = [one for one in self._groups if one.has("rollout")]
         self._reference = next((one for one in self._groups if one.has("reference")), None)
-        self._weights = WeightSync(self._actor, self._rollouts, config.shares_model)
+        self._weights = WeightSync(config, self._actor, self._rollouts)
         self._saved_at = 0
         self._saved_time = time.monotonic()
         self._controller: Controller | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.errors import WeightsError
 from hyper_parallel.launch.roles.interface import Instruction
 from hyper_parallel.rl.controller.workers import RoleGroup, do
@@ -26,9 +27,11 @@ class _Link:
 class WeightSync:
     """From the actor's group to each rollout's."""
 
-    def __init__(self, actor: RoleGroup, rollouts: list[RoleGroup], shared: bool) -> None:
-        """`shared`: the rollout in the actor's group generates with the actor's own model."""
-        self._actor, self._rollouts, self._shared = actor, rollouts, shared
+    def __init__(self, config: RLConfig, actor: RoleGroup, rollouts: list[RoleGroup]) -> None:
+        self._actor, self._rollouts = actor, rollouts
+        self._shared = config.shares_model
+        """Whether the rollout in the actor's group generates with the actor's own model."""
+        self._options = config.roles.weights.model_dump()
         self._links: dict[str, _Link] = {}
         self._epochs = 0
 
@@ -50,7 +53,7 @@ class WeightSync:
             source=source,
             target=target,
             meeting=meeting,
-            options={},
+            options=self._options,
             seconds=min(CONNECT_S, actor.timeout_s),
         )
         calls = [group.call([instruction], step) for group in {id(g): g for g in (actor, rollout)}.values()]
