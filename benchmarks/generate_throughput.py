@@ -117,7 +117,7 @@ def static(model: Any, work: Work, size: int) -> Callable[[], Answers]:
         for first in range(0, len(order), size):
             batch = order[first : first + size]
             longest = max(len(work.prompts[place]) for place in batch)
-            ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+            ids = torch.zeros(len(batch), longest, dtype=torch.int64, device=model.device)
             mask = torch.zeros_like(ids)
             for row, place in enumerate(batch):
                 prompt = work.prompts[place]
@@ -186,7 +186,8 @@ def differences(model: Any, work: Work, own: Answers, other: Answers) -> dict[st
         )
         if place is not None:
             with torch.no_grad():
-                logits = model(torch.tensor([prompt + ours_[:place]])).logits[0, -1]
+                ids = torch.tensor([prompt + ours_[:place]], device=model.device)
+                logits = model(ids).logits[0, -1]
             gaps.append(float((logits[ours_[place]] - logits[theirs[place]]).abs()))
     return {"answers": len(gaps), "largest_gap": max(gaps, default=0.0)}
 

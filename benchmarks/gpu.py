@@ -2,8 +2,10 @@
 
 First correctness, each against the CPU or against one device: families and strategies, the step's graph and the graph
 compiled beside eager steps, steps within a memory budget, streams and events, copies through pinned memory, a
-checkpoint written while the step goes on. Then measurements: our one-device step beside a plain eager loop on a wider
-Llama in bf16, its MFU and memory, the graph and the compiled graph beside eager steps, the bandwidth of copies.
+checkpoint written while the step goes on, greedy tokens beside Transformers' `generate`, log-probabilities of a
+rollout. Then measurements: our one-device step beside a plain eager loop on a wider Llama in bf16, its MFU and memory,
+the graph and the compiled graph beside eager steps, the bandwidth of copies, tokens per second of `Generator` beside
+static batches and Transformers' continuous batching.
 
 A failed check ends with 1.
 """
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from gpu_budget import check_budgets
 from gpu_engines import batch_of, check_engines, measure_engines, recipe_of, step_of
+from gpu_generate import check_generation, measure_generation
 from measure import paired_ratio, timed_on, write
 from rich.console import Console
 from rich.table import Table
@@ -292,6 +295,7 @@ def main() -> int:
     copied, rates = check_copies(backend, device)
     checks += copied
     checks += check_budgets(backend, device, FAMILIES, names)
+    checks += check_generation(device, FAMILIES, names)
     console = Console(width=120)
     table = Table("check", "", "worst")
     for name, passed, note in checks:
@@ -308,6 +312,9 @@ def main() -> int:
         engines = measure_engines(backend, device, WIDE, options.pairs, options.batch, options.sequence)
         result["engines"] = engines
         console.print(engines)
+        longest = 16 if options.rehearse else 512
+        result["generation"] = measure_generation(backend, device, WIDE, max(2, options.pairs // 4), longest)
+        console.print(result["generation"])
     console.print(rates)
     if not options.rehearse:
         console.print(write(f"gpu-{backend.device_name(0).replace(' ', '-').lower()}", result))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,19 +46,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def main() -> int:
     """Each family in each dtype."""
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    dist.init_process_group("gloo", rank=0, world_size=1)
     rows = {}
-    for family, more in FAMILIES.items():
-        for dtype in ("float32", "bfloat16"):
-            with without_notes():
-                rows[f"{family}, {dtype}"] = measured({"model_type": family, **SIZES, **more}, dtype)
-            print(family, dtype, rows[f"{family}, {dtype}"], flush=True)
+    for dtype in ("float32", "bfloat16"):
+        for family, found in gaps(dtype, torch.device("cpu")):
+            rows[f"{family}, {dtype}"] = found
+            print(family, dtype, found, flush=True)
     write(NAME, {"rows": rows})
     return 0
 
 
-def measured(model: dict[str, Any], dtype: str) -> dict[str, float]:
+def gaps(dtype: str, device: torch.device) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of each family, in a process group of one rank."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        for family, more in FAMILIES.items():
+            with without_notes():
+                found = measured({"model_type": family, **SIZES, **more}, dtype, device)
+            yield family, found
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(model: dict[str, Any], dtype: str, device: torch.device) -> dict[str, float]:
     """Of one model, with weights large enough that its distributions are not flat."""
     given = {
         "version": 1,
@@ -71,7 +82,7 @@ def measured(model: dict[str, Any], dtype: str) -> dict[str, float]:
         },
     }
     config = build(RLConfig, [("run.yaml", given)], ())
-    tokenizer, device = tokenizer_of(config), torch.device("cpu")
+    tokenizer = tokenizer_of(config)
     actor = Actor(
         config, trained_policy(config, tokenizer, config.roles.actor.strategy, device), tokenizer, device
     )
@@ -94,7 +105,7 @@ def measured(model: dict[str, Any], dtype: str) -> dict[str, float]:
     while rollout.busy:
         samples += rollout.generate([], 1000)
     trainer = actor.logprobs(samples)
-    gaps = torch.tensor(
+    apart = torch.tensor(
         [
             abs(own - other)
             for one, found in zip(samples, trainer, strict=True)
@@ -103,11 +114,11 @@ def measured(model: dict[str, Any], dtype: str) -> dict[str, float]:
     )
     entropy = -torch.tensor([value for one in samples for value in one.logprobs]).mean()
     return {
-        "tokens": float(len(gaps)),
-        "median": float(gaps.median()),
-        "p99": float(gaps.quantile(0.99)),
-        "largest": float(gaps.max()),
-        "mean": float(gaps.mean()),
+        "tokens": float(len(apart)),
+        "median": float(apart.median()),
+        "p99": float(apart.quantile(0.99)),
+        "largest": float(apart.max()),
+        "mean": float(apart.mean()),
         "entropy": float(entropy),
     }
 

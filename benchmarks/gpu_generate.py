@@ -1,0 +1,120 @@
+"""Generation on one accelerator, and a rollout's log-probabilities beside the trainer's. Part of `gpu.py`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from generate_throughput import Answers, Work, continuous, differences, drawn, static
+from measure import paired_ratio, without_notes
+from rl_logprobs import gaps
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from hyper_parallel import Generator
+from hyper_parallel.compat import Backend
+
+TIE = 1e-4
+"""Of the largest logit: two that are nearer may change places by rounding."""
+GAP = 1e-4
+"""Nats per token in float32."""
+SIZE = 32
+"""Of a static batch."""
+PAGE = 256
+"""Tokens of a page of `generate_batch`, the size of Transformers' kernels."""
+
+
+def check_generation(
+    device: torch.device, families: dict[str, dict[str, Any]], names: Iterable[str], longest: int = 64
+) -> list[tuple[str, bool, str]]:
+    """Greedy float32 tokens beside `generate`, and log-probabilities of what a rollout drew beside the trainer's."""
+    checks = []
+    for name in names:
+        model = model_of(families[name], device, torch.float32)
+        work = drawn(16, longest, int(families[name]["vocab_size"]))
+        with without_notes():
+            own, other = ours(model, work)(), static(model, work, 8)()
+        found = differences(model, work, own, other)
+        tied = found["largest_gap"] <= TIE * _largest_logit(model, work)
+        note = f"{found['answers']} of 16 answers differ, by a tie of at most {found['largest_gap']:.1e}"
+        checks.append((f"{name}: greedy tokens beside generate", tied, note))
+    for family, gap in gaps("float32", device):
+        note = f"{gap['largest']:.1e} nats at most"
+        checks.append((f"{family}: log-probabilities of a rollout", gap["largest"] < GAP, note))
+    return checks
+
+
+def measure_generation(
+    backend: Backend, device: torch.device, fields: dict[str, Any], rounds: int, longest: int
+) -> dict[str, Any]:
+    """Tokens per second in bfloat16 of `Generator`, static batches sorted by length, and `generate_batch`, in turn."""
+    model = model_of(fields, device, torch.bfloat16)
+    work = drawn(64, longest, int(fields["vocab_size"]))
+    runs: dict[str, Callable[[], Answers]] = {
+        "ours": ours(model, work),
+        "static": static(model, work, SIZE),
+        "continuous": continuous(model, work, PAGE),
+    }
+    found: dict[str, Any] = {"tokens": sum(work.lengths), "not_measured": {}}
+    seconds: dict[str, list[float]] = {}
+    for name, run in list(runs.items()):
+        try:
+            with without_notes():
+                run()
+        except Exception as error:  # what the alternative needs may not be installed
+            if name == "ours":
+                raise
+            found["not_measured"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            del runs[name]
+    for _ in range(rounds):
+        for name, run in runs.items():
+            backend.synchronize()
+            began = time.perf_counter()
+            with without_notes():
+                run()
+            backend.synchronize()
+            seconds.setdefault(name, []).append(time.perf_counter() - began)
+    for name, taken in seconds.items():
+        found[name] = {
+            "s": statistics.median(taken),
+            "tokens_per_s": found["tokens"] / statistics.median(taken),
+        }
+        if name != "ours":
+            found[name]["faster"] = paired_ratio(taken, seconds["ours"])
+    return {**found, "rollout_and_trainer_bfloat16": dict(gaps("bfloat16", device))}
+
+
+def model_of(fields: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """With new weights, large enough that tokens differ, and room for whole answers; no token ends one."""
+    torch.manual_seed(0)
+    room = "n_positions" if fields["model_type"] == "gpt2" else "max_position_embeddings"
+    config = AutoConfig.for_model(**{**fields, room: 1024})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
+    return model
+
+
+def ours(model: Any, work: Work) -> Callable[[], Answers]:
+    """`Generator`, each request with its own length."""
+    generator = Generator(model)
+    one_by_one = [generator.settings.model_copy(update={"max_tokens": length}) for length in work.lengths]
+
+    def run() -> Answers:
+        requests = [
+            generator.request(ids, chosen) for ids, chosen in zip(work.prompts, one_by_one, strict=True)
+        ]
+        found = dict(generator.run(requests))
+        return [found[place].tokens for place in range(len(requests))]
+
+    return run
+
+
+def _largest_logit(model: Any, work: Work) -> float:
+    prompts: Sequence[list[int]] = work.prompts
+    with torch.no_grad():
+        return float(model(torch.tensor([prompts[0]], device=model.device)).logits.abs().max())
