@@ -28,6 +28,7 @@ from gpu_generate import check_generation, measure_generation
 from measure import paired_ratio, timed_on, write
 from rich.console import Console
 from rich.table import Table
+from rl_logprobs import FAMILIES as POLICIES
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -290,12 +291,13 @@ def main() -> int:
     torch.backends.fp32_precision = "ieee"
 
     names = ("llama", "mixtral") if options.rehearse else tuple(FAMILIES)
+    policies = ("llama",) if options.rehearse else tuple(POLICIES)
     checks = check_equivalence(device, names) + check_engines(device, FAMILIES, names)
     checks += check_streams(backend, device) + check_checkpoint(device)
     copied, rates = check_copies(backend, device)
     checks += copied
     checks += check_budgets(backend, device, FAMILIES, names)
-    checks += check_generation(device, FAMILIES, names)
+    checks += check_generation(device, FAMILIES, names, policies, longest=16 if options.rehearse else 64)
     console = Console(width=120)
     table = Table("check", "", "worst")
     for name, passed, note in checks:
@@ -312,8 +314,8 @@ def main() -> int:
         engines = measure_engines(backend, device, WIDE, options.pairs, options.batch, options.sequence)
         result["engines"] = engines
         console.print(engines)
-        longest = 16 if options.rehearse else 512
-        result["generation"] = measure_generation(backend, device, WIDE, max(2, options.pairs // 4), longest)
+        longest, rounds = (16, 2) if options.rehearse else (512, max(2, options.pairs // 4))
+        result["generation"] = measure_generation(backend, device, WIDE, policies, rounds, longest)
         console.print(result["generation"])
     console.print(rates)
     if not options.rehearse:

@@ -27,7 +27,11 @@ PAGE = 256
 
 
 def check_generation(
-    device: torch.device, families: dict[str, dict[str, Any]], names: Iterable[str], longest: int = 64
+    device: torch.device,
+    families: dict[str, dict[str, Any]],
+    names: Iterable[str],
+    policies: Iterable[str],
+    longest: int,
 ) -> list[tuple[str, bool, str]]:
     """Greedy float32 tokens beside `generate`, and log-probabilities of what a rollout drew beside the trainer's."""
     checks = []
@@ -40,14 +44,19 @@ def check_generation(
         tied = found["largest_gap"] <= TIE * _largest_logit(model, work)
         note = f"{found['answers']} of 16 answers differ, by a tie of at most {found['largest_gap']:.1e}"
         checks.append((f"{name}: greedy tokens beside generate", tied, note))
-    for family, gap in gaps("float32", device):
+    for family, gap in gaps("float32", device, policies):
         note = f"{gap['largest']:.1e} nats at most"
         checks.append((f"{family}: log-probabilities of a rollout", gap["largest"] < GAP, note))
     return checks
 
 
 def measure_generation(
-    backend: Backend, device: torch.device, fields: dict[str, Any], rounds: int, longest: int
+    backend: Backend,
+    device: torch.device,
+    fields: dict[str, Any],
+    policies: Iterable[str],
+    rounds: int,
+    longest: int,
 ) -> dict[str, Any]:
     """Tokens per second in bfloat16 of `Generator`, static batches sorted by length, and `generate_batch`, in turn."""
     model = model_of(fields, device, torch.bfloat16)
@@ -83,7 +92,7 @@ def measure_generation(
         }
         if name != "ours":
             found[name]["faster"] = paired_ratio(taken, seconds["ours"])
-    return {**found, "rollout_and_trainer_bfloat16": dict(gaps("bfloat16", device))}
+    return {**found, "rollout_and_trainer_bfloat16": dict(gaps("bfloat16", device, policies))}
 
 
 def model_of(fields: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:

@@ -41,6 +41,8 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
     }
     port = free_port()
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2"]
+    # Ray's own range for workers may have the port that was free.
+    command += ["--min-worker-port=0", "--max-worker-port=0"]
     head = subprocess.Popen(
         [*command, f"--port={port}", "--include-dashboard=false", "--node-ip-address=127.0.0.1"],
         env=environ,
@@ -51,9 +53,13 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
     )
     try:
         assert head.stdout is not None
+        told = []
         for line in head.stdout:
+            told.append(line)
             if "--block" in line or "runtime started" in line:
                 break
+        else:
+            pytest.fail("Ray did not start: " + "".join(told))
         yield f"127.0.0.1:{port}", environ
     finally:
         os.killpg(head.pid, signal.SIGTERM)
@@ -79,6 +85,17 @@ def test_a_controller_joins_and_leaves_and_another_one_finds_the_place_free(
     for turn in range(2):
         done = joined(cluster, tmp_path / str(turn))
         assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[[3.0], [3.0]]"]), done.stderr
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once(
+    cluster: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    done = joined((address, cluster[1]), tmp_path)
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert f"cannot join the Ray cluster at {address}: nothing answers at " in line
+    assert line.endswith("; start it there with `ray start --head`, or give the address that it printed")
 
 
 def test_a_controller_with_another_token_is_refused(

@@ -11,11 +11,9 @@ import pytest
 from harness.role_groups import group_config
 from hyper_parallel.config.role_launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
+from hyper_parallel.launch.roles.ray_cluster import AUTH_MODE, AUTH_TOKEN, authenticate
 from hyper_parallel.launch.roles.ray_engine import (
-    AUTH_MODE,
-    AUTH_TOKEN,
     RayEngine,
-    _authenticate,
     _place,
     _with_token,
     check_capacity,
@@ -89,11 +87,11 @@ def test_authentication_stays_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(AUTH_MODE, "disabled")
     with pytest.raises(LaunchError, match="RAY_AUTH_MODE=disabled would let everybody"):
-        _authenticate(None)
-    _authenticate("10.0.0.1:6379")  # whoever started that cluster has decided
+        authenticate(None)
+    authenticate("10.0.0.1:6379")  # whoever started that cluster has decided
     for name in (AUTH_MODE, AUTH_TOKEN):
         monkeypatch.setenv(name, "set, so that it is restored")
         monkeypatch.delenv(name)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    _authenticate(None)
+    authenticate(None)
     assert os.environ[AUTH_MODE] == "token" and len(os.environ[AUTH_TOKEN]) == 64

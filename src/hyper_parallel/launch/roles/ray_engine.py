@@ -8,14 +8,11 @@ for resources that the cluster does not have: deadlines find the former, and the
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.role_launch import RoleLaunch
@@ -24,6 +21,7 @@ from hyper_parallel.launch.failure import Failure, one_line
 from hyper_parallel.launch.launcher_env import WorkerPlace
 from hyper_parallel.launch.roles.interface import Future
 from hyper_parallel.launch.roles.queued_group import QueuedGroup, QueueEngine
+from hyper_parallel.launch.roles.ray_cluster import authenticate, connect, load_ray
 from hyper_parallel.launch.roles.ray_worker import RayWorker, kill_process
 
 PLACE_S = 30.0
@@ -33,7 +31,6 @@ PROBE_S = 0.5
 SILENT_S = 1.5
 """Seconds without an answer to such a question after which a process counts as silent."""
 _PATIENCE_S = 0.5
-AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
 class _Actors:
@@ -86,9 +83,9 @@ class RayEngine(QueueEngine[RayGroup]):
         Raises LaunchError when Ray is not installed or cannot be reached.
         """
         super().__init__()
-        _authenticate(address)
-        self._ray = _ray()
-        self._connected = _connect(self._ray, address, cpus)
+        authenticate(address)
+        self._ray = load_ray()
+        self._connected = connect(self._ray, address, cpus)
         # Ray's threads put into it and must not wait for the engine's lock, whose holder may wait for Ray.
         self._arrived: queue.SimpleQueue[tuple[RayGroup, _Actors, int, str, Any] | None] = queue.SimpleQueue()
         self._actor = self._ray.remote(concurrency_groups={"position": 1, "watch": 1})(RayWorker)
@@ -353,45 +350,3 @@ def _failure(ray: Any, rank: int, error: BaseException) -> Failure:
         return Failure(rank, "died", f"ended ({type(error).__name__}: {said})", time.monotonic())
     text = f"{type(error).__name__}: {one_line(str(error))}"
     return Failure(rank, "crash", text, time.monotonic())
-
-
-def _ray() -> Any:
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise LaunchError(
-            "the Ray engine needs Ray; install it with: pip install 'hyper-parallel[ray]'"
-        ) from error
-    return ray
-
-
-def _authenticate(address: str | None) -> None:
-    """Keep authentication by token on, which Ray reads when it is imported. With a cluster of its own this process
-    makes a token, if the user has none: otherwise Ray writes one into the home folder.
-    """
-    mode = os.environ.setdefault(AUTH_MODE, "token")
-    if address is None and mode != "token":
-        raise LaunchError(
-            f"{AUTH_MODE}={mode} would let everybody who reaches this machine's ports run programs in the Ray cluster; "
-            "unset it"
-        )
-    has_file = (Path.home() / ".ray" / "auth_token").exists() or "RAY_AUTH_TOKEN_PATH" in os.environ
-    if address is None and not has_file and "ray" not in sys.modules:
-        os.environ.setdefault(AUTH_TOKEN, secrets.token_hex(32))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-
-def _connect(ray: Any, address: str | None, cpus: int | None) -> bool:
-    """Whether this process was not connected before."""
-    if ray.is_initialized():
-        return False
-    # "local": without an address Ray joins a cluster that was started here before, if it finds a trace of one.
-    local = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
-    own = local if address is None else {"address": address}
-    try:
-        ray.init(**own, log_to_driver=False, logging_level="ERROR")
-    except Exception as error:
-        where = "start Ray on this machine" if address is None else f"join the Ray cluster at {address}"
-        raise LaunchError(f"cannot {where}: {type(error).__name__}: {one_line(str(error))[:300]}") from error
-    return True
