@@ -67,7 +67,8 @@ def launch_of(config: RLConfig, plan: GroupPlan, workers: int, host: str = HOST)
         settings=settings,
         launch=config.launch.model_copy(update={"threads": threads, "workers": None}),
         strategy=plan.strategy,
-        devices=plan.devices if config.launch.device != "cpu" else (),
+        # Ray chooses the devices of a group.
+        devices=plan.devices if config.launch.device != "cpu" and config.roles.engine == "local" else (),
         model_type=str(config.model.config["model_type"]) if config.model.config is not None else None,
     )
 
