@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.reward_folders import reward_folder
+from harness.chat_model import CHATS, write_model
+from harness.chat_model import tokenizer as chat_tokenizer
+from harness.reward_folders import plain_scores, reward_folder
 from harness.rl_faults import faulted, left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
 from hyper_parallel.config.rl_run import RLConfig
@@ -20,13 +22,13 @@ from hyper_parallel.rl.controller.run import run
 
 APART = {"actor": {"devices": 0}, "rollout": {"devices": 1, "page": 16}}
 PLACES: dict[str, dict[str, Any]] = {
-    "colocated": {},
-    "its own devices": {**APART, "reward": {"devices": 2}},
-    "with the actor, two ranks": {
+    "actor and rollout": {},
+    "actor, two ranks": {
         "actor": {"devices": "0-1", "strategy": {"axes": {"shard": 2}}},
         "rollout": {"devices": 2, "page": 16},
     },
 }
+"""Whose devices the reward model has; its own in `test_killed_workers`."""
 
 
 def reward_config(tmp_path: Path, folder: Path, **sections: Any) -> RLConfig:
@@ -63,7 +65,7 @@ def test_bit_for_bit_the_plain_loop(place: str, tmp_path: Path) -> None:
 def test_rewards_rise(staleness: int, tmp_path: Path) -> None:
     """Of a model that gives 4 · √2 to answers that end with a 7, and nothing to others."""
     folder = reward_folder(tmp_path / "scores", prefers="7")
-    roles = PLACES["its own devices"] if staleness else {}
+    roles = {**APART, "reward": {"devices": 2}} if staleness else {}
     rl = {
         "steps": 30,
         "prompts": 8,
@@ -88,21 +90,53 @@ def test_rewards_rise(staleness: int, tmp_path: Path) -> None:
         assert all("busy_reward" in one for one in steps)
 
 
-def test_killed_reward_workers(tmp_path: Path) -> None:
-    """They cost no answer: the weights are those of a run without faults."""
+@pytest.mark.parametrize(("group", "place"), [("reward", {"devices": 2}), ("actor", {}), ("rollout", {})])
+def test_killed_workers(group: str, place: dict[str, Any], tmp_path: Path) -> None:
+    """The weights are those of a run without faults; a reward model's workers cost no answer."""
     folder = reward_folder(tmp_path / "scores")
-    config = reward_config(tmp_path, folder, roles=PLACES["its own devices"], rl={"steps": 30})
-    summary, done, lines = faulted(config, 2, "reward", (signal.SIGKILL,), (0.05, 0.4))
+    roles = {**APART, "reward": place}
+    config = reward_config(tmp_path, folder, roles=roles, rl={"steps": 20}, checkpoint={"every": 5})
+    summary, done, lines = faulted(config, 2, group, (signal.SIGKILL,), (0.05, 0.4))
     assert done
     assert summary.restarts >= 1
-    assert any("starting reward again" in line for line in lines)
+    assert any(f"starting {group}" in line for line in lines)
     assert summary.failed_rewards == 0
     equal_weights(summary.checkpoint, config)
 
 
+def test_conversations(tmp_path: Path) -> None:
+    """Through the reward model's own chat template, whatever that of the policy."""
+    policy = write_model(tmp_path / "policy")
+    folder = tmp_path / "scores"
+    words = chat_tokenizer(
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    reward_folder(folder, vocab_size=len(words), max_position_embeddings=256)
+    words.save_pretrained(folder)
+    chats = [[{"role": "user", "content": asked}] for asked, _ in CHATS]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in chats))
+    base = rl_config(tmp_path / "run").model_dump(mode="json")
+    config = RLConfig.model_validate(
+        {
+            **base,
+            "model": {"path": str(policy)},
+            "task": {"prompts": str(tmp_path / "prompts.jsonl"), "reward": "model"},
+            "rl": {**base["rl"], "steps": 1, "max_tokens": 8},
+            "roles": {"rollout": {"page": 16}, "reward": {"model": str(folder)}},
+        }
+    )
+    assert run(config).steps == 1
+    for line in (tmp_path / "run/samples.jsonl").read_text().splitlines():
+        one = json.loads(line)
+        said = [*one["prompt"], {"role": "assistant", "content": one["answer"]}]
+        ids = words.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"]
+        assert one["reward"] == pytest.approx(plain_scores(folder, [ids])[0], abs=1e-5)
+
+
 def test_answers_that_are_too_long_have_no_reward(tmp_path: Path) -> None:
     folder = reward_folder(tmp_path / "scores")
-    config = reward_config(tmp_path, folder, roles={"reward": {"max_length": 7}})
+    own = {"devices": "2-3", "strategy": {"axes": {"tensor": 2}}, "max_length": 7}
+    config = reward_config(tmp_path, folder, roles={**APART, "reward": own})
     summary = run(config)
     assert summary.steps == 3
     # "123=" and an answer of 4 tokens.
@@ -112,7 +146,7 @@ def test_answers_that_are_too_long_have_no_reward(tmp_path: Path) -> None:
 def test_a_head_of_two_labels(tmp_path: Path) -> None:
     folder = reward_folder(tmp_path / "scores", num_labels=2)
     with pytest.raises(UnsupportedModelError, match=r"2 labels.*num_labels=1") as caught:
-        run(reward_config(tmp_path, folder, roles=PLACES["its own devices"]))
+        run(reward_config(tmp_path, folder, roles={**APART, "reward": {"devices": 2}}))
     assert "\n" not in str(caught.value)
     assert not left_behind()
 

@@ -207,3 +207,9 @@ def test_messages_that_the_template_does_not_take(tmp_path: Path) -> None:
     words.save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"roles\.reward\.model: .*no system messages"):
         model_of(tmp_path).scores([[(CHATS[1], "1")]])
+
+
+def test_a_text_without_tokens(tmp_path: Path) -> None:
+    reward_folder(tmp_path)
+    with pytest.raises(DataError, match=r"roles\.reward\.model: .*has no tokens for 'abc'"):
+        model_of(tmp_path).scores([[("ab", "c")]])

@@ -82,8 +82,9 @@ class ModelScorer(Scorer):
         assert self._group is not None
         prompts = [prompt_of(row) for row in rows]
         asked = list(zip(prompts, answers(prompts), strict=True))
-        found: list[list[float | None]] = self._group.ask(self._group.step, "reward", groups=[asked])
-        return found[0]
+        [found] = self._group.ask(self._group.step, "reward", groups=[asked])
+        self.failed += found.count(None)
+        return list(found)
 
     def close(self) -> None:
         """The group is ended by whoever started it."""

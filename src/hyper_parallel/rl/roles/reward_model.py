@@ -10,7 +10,7 @@ but rows are padded on the right with any token, since what follows a token does
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from hyper_parallel.config.rl_roles import RewardRole
 from hyper_parallel.data.chat import conversation
 from hyper_parallel.data.document import Chat
 from hyper_parallel.data.tokenizer import load as load_tokenizer
-from hyper_parallel.errors import ConfigError, UnsupportedModelError
+from hyper_parallel.errors import ConfigError, DataError, UnsupportedModelError
 from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.shard import load_weights, parallelize, sharded
 from hyper_parallel.shard.no_grad_forward import inference
@@ -66,7 +66,8 @@ class RewardModel:
         """Of answers behind their prompts, on every rank. A score depends on the answers of its own group only, to the
         bit: forward passes have answers of one group each. None: the row is too long, or its score is not finite.
 
-        A collective. Raises DataError for messages that the chat template does not take.
+        A collective. Raises DataError for messages that the chat template does not take, and for a text that the
+        tokenizer has no tokens for.
         """
         with inference(self.model):
             return [self._of_group([self._row(*one) for one in group]) for group in groups]
@@ -75,10 +76,19 @@ class RewardModel:
         """The token ids of a prompt and an answer."""
         if isinstance(prompt, str):
             ends = [self.tokenizer.eos] if self._role.append_eos else []
-            return self.tokenizer.encode(prompt + answer) + ends
+            return self._encoded(self.tokenizer.encode, prompt + answer) + ends
         said: list[Mapping[str, Any]] = [*prompt, {"role": "assistant", "content": answer}]
         text = conversation(self.tokenizer.transformers, Chat(KEY, [dict(one) for one in said]))
-        return self.tokenizer.encode_template([text])[0][0]
+        return self._encoded(lambda one: self.tokenizer.encode_template([one])[0][0], text)
+
+    def _encoded(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        try:
+            return encode(text)
+        except Exception as error:  # the library's Rust part raises plain ones
+            raise DataError(
+                f"{KEY}: the tokenizer of {self._role.model} has no tokens for {text!r:.80}: {error}; give a model "
+                "whose tokenizer takes every text"
+            ) from error
 
     def _of_group(self, rows: Sequence[Sequence[int]]) -> list[float | None]:
         """Of rows of token ids, of like lengths together."""
