@@ -269,9 +269,11 @@ class Controller:
         group, scorer = self._reward, self._scorer
         if group is None or group.name in self._lists or not isinstance(scorer, ModelScorer):
             return
-        role = self._config.roles.reward
-        if not scorer.waiting or (self._works(group.name) and role and scorer.waiting < role.batch):
-            return  # where it takes turns with generation, answers wait for a full batch of them
+        role, waiting = self._config.roles.reward, scorer.waiting
+        assert role is not None, "a group has the roles of the run"
+        # Where it takes turns with generation, answers wait for a full batch of them.
+        if not waiting or (self._works(group.name) and waiting < role.batch):
+            return
 
         def ended(results: list[Any]) -> None:
             for one in scorer.give(results[0][0]):
