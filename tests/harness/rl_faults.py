@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.launch.roles.interface import Group
 from hyper_parallel.launch.roles.local import LocalEngine
+from hyper_parallel.rl.controller.run import RLSummary, run
 
 
 class WatchedEngine(LocalEngine):
@@ -62,6 +64,26 @@ def faults(
     finally:
         ends.set()
         thread.join(timeout=10)
+
+
+def faulted(
+    config: RLConfig,
+    count: int,
+    groups: str,
+    kinds: Sequence[int],
+    between_s: tuple[float, float] = (0.1, 0.6),
+) -> tuple[RLSummary, list[str], list[str]]:
+    """A run with signals as in `faults`, from its first evaluation on: its summary, what was done, and its lines."""
+    engines: list[WatchedEngine] = []
+
+    def engine() -> WatchedEngine:
+        engines.append(WatchedEngine())
+        return engines[-1]
+
+    lines: list[str] = []
+    begun = lambda: any("held out" in line for line in lines)  # noqa: E731
+    with faults(engines, count, 1, between_s, kinds, begun, groups) as done:
+        return run(config, engine=engine, told=lines.append), done, lines
 
 
 _KEPT = (b"multiprocessing", b"hyper_parallel.launch.server import main")

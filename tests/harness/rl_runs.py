@@ -18,6 +18,7 @@ from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.rl.environments.tasks import tasks
 from hyper_parallel.rl.roles.actor import Actor
 from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.reward_model import RewardModel
 from hyper_parallel.rl.roles.rollout import Rollout
 from hyper_parallel.rl.roles.rollout_model import rollout_model
 from hyper_parallel.rl.sample import Prompted, Sample
@@ -103,6 +104,8 @@ def plain_loop(rank: int, world: int, data: dict[str, Any]) -> dict[str, Tensor]
     model = trained_policy(config, tokenizer, config.roles.actor.strategy, device)
     actor = Actor(config, model, tokenizer, device)
     rollout = Rollout(config, rollout_model(config, tokenizer, device), tokenizer)
+    role = config.roles.rewards
+    judge = RewardModel(role, device) if role is not None else None
     copies = config.roles.rollouts.strategy.axes.replicate
     rl, task = config.rl, config.task
     for step in range(rl.steps):
@@ -121,9 +124,12 @@ def plain_loop(rank: int, world: int, data: dict[str, Any]) -> dict[str, Tensor]
         if copies > 1 or world > 1:
             found = _of_all_ranks(found)
         found.sort(key=lambda one: (one.row, one.place))
-        actor.train(
-            [replace(one, reward=share(given[one.row]["prompt"], one.text, given[one.row])) for one in found]
-        )
+        rewards = [share(given[one.row]["prompt"], one.text, given[one.row]) for one in found]
+        if judge is not None:
+            groups = [found[at : at + rl.group] for at in range(0, len(found), rl.group)]
+            scores = judge.scores([[(given[one.row]["prompt"], one.text) for one in own] for own in groups])
+            rewards = [one for group in scores for one in group]
+        actor.train([replace(one, reward=reward) for one, reward in zip(found, rewards, strict=True)])
     return whole_weights(actor.model)
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from hyper_parallel.config.generate import GenerationStrategy
-from hyper_parallel.strategy import Strategy
-from hyper_parallel.strategy.section import Section
+from hyper_parallel.strategy import Axes, Strategy
+from hyper_parallel.strategy.section import PathText, Section
 
 Devices = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
 _NUMBER = {"type": "integer", "minimum": 0}
@@ -60,9 +60,24 @@ class RoleConfig(Section):
 
     @property
     def placed(self) -> Devices:
-        """The devices, of a role whose default was filled in (`Roles.actors`, `rollouts`, `references`)."""
+        """The devices, of a role whose default was filled in (`Roles.actors`, `rollouts`, `references`, `rewards`)."""
         assert self.devices is not None
         return self.devices
+
+
+def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
+    """Raise ValueError for a strategy that no training or scoring role runs under."""
+    axes = strategy.axes
+    if strategy.open:
+        raise ValueError("'strategy: auto' is not planned for a role; write the degrees of its axes")
+    if axes.pipeline > 1 or axes.context > 1 or strategy.submodels:
+        raise ValueError(
+            "an actor, reference or reward model runs under replicate, shard, tensor and expert; leave the others out"
+        )
+    if devices is not None and len(devices) != strategy.world:
+        raise ValueError(
+            f"the axes multiply to {strategy.world}, and the devices are {len(devices)}; make them equal"
+        )
 
 
 class TrainedRole(RoleConfig):
@@ -70,17 +85,37 @@ class TrainedRole(RoleConfig):
 
     @model_validator(mode="after")
     def _runs(self) -> TrainedRole:
-        axes = self.strategy.axes
-        if self.strategy.open:
-            raise ValueError("'strategy: auto' is not planned for a role; write the degrees of its axes")
-        if axes.pipeline > 1 or axes.context > 1 or self.strategy.submodels:
-            raise ValueError(
-                "an actor or reference runs under replicate, shard, tensor and expert; leave the others out"
-            )
-        if self.devices is not None and len(self.devices) != self.strategy.world:
-            raise ValueError(
-                f"the axes multiply to {self.strategy.world}, and the devices are {len(self.devices)}; make them equal"
-            )
+        _check_spread(self.strategy, self.devices)
+        return self
+
+
+class RewardRole(RoleConfig):
+    """A reward model: the answers' scores, with `task.reward: model`."""
+
+    model: PathText
+    """A Transformers folder of a decoder with a sequence-classification head of one label
+    (`AutoModelForSequenceClassification`, `num_labels=1`), and its tokenizer."""
+    strategy: Strategy | None = None  # type: ignore[assignment]
+    """How the model is spread over the devices. Default: on the actor's devices with its axes and precision, else a
+    copy on each."""
+    batch: Annotated[int, Field(ge=1, strict=True)] = 64
+    """Answers that a copy scores at once, at most."""
+    max_length: Annotated[int, Field(ge=1, strict=True)] | None = None
+    """Tokens of prompt and answer, at most; a longer answer has no reward. Default: the model's positions."""
+    append_eos: bool = False
+    """Whether a text ends with the tokenizer's end-of-text token, as the texts that TRL's RewardTrainer trains on.
+    Conversations end as the chat template ends them."""
+
+    @property
+    def spread(self) -> Strategy:
+        """The strategy, of a role whose default was filled in."""
+        assert self.strategy is not None
+        return self.strategy
+
+    @model_validator(mode="after")
+    def _runs(self) -> RewardRole:
+        if self.strategy is not None:
+            _check_spread(self.strategy, self.devices)
         return self
 
 
@@ -134,6 +169,8 @@ class Roles(Section):
     """Generates."""
     reference: TrainedRole | None = None
     """Where the KL divergence is measured from; needed with `rl.kl` above 0. Default: as the actor."""
+    reward: RewardRole | None = None
+    """A model that scores answers, with `task.reward: model`."""
     weights: WeightsConfig = WeightsConfig()
     """How weights travel to the rollout (docs/rl-weights.md)."""
     engine: Literal["local", "ray"] = "local"
@@ -163,6 +200,20 @@ class Roles(Section):
         """The reference, its devices filled in."""
         return self.actors if self.reference is None else _on(self.reference, self.actors.placed)
 
+    @property
+    def rewards(self) -> RewardRole | None:
+        """The reward model's role, its devices and strategy filled in; None where there is none."""
+        role, actor = self.reward, self.actors
+        if role is None:
+            return None
+        devices = role.devices or actor.placed
+        if role.strategy is None:
+            spread = Strategy(axes=Axes(replicate=len(devices)))
+            if devices == actor.placed:
+                spread = Strategy(axes=actor.strategy.axes, precision=actor.strategy.precision)
+            role = role.model_copy(update={"strategy": spread})
+        return _on(role, devices)
+
     @model_validator(mode="after")
     def _address_is_ray(self) -> Roles:
         if self.address is not None and self.engine != "ray":
@@ -191,6 +242,25 @@ class Roles(Section):
             raise ValueError(
                 "'reference' and 'rollout' have the same devices; give it the actor's, or its own"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _reward_is_apart(self) -> Roles:
+        role, actor = self.rewards, self.actors
+        if role is None:
+            return self
+        if len(role.placed) != role.spread.world:
+            raise ValueError(
+                f"'reward' has {len(role.placed)} devices, and its axes multiply to {role.spread.world}; make them "
+                "equal (with replicate, for copies), or leave 'strategy' out"
+            )
+        if role.placed == actor.placed:
+            return self
+        for name, other in (("actor", actor), ("rollout", self.rollouts), ("reference", self.references)):
+            if set(role.placed) & set(other.placed):
+                raise ValueError(
+                    f"'reward' and '{name}' share devices; give the reward model all of the actor's, or its own"
+                )
         return self
 
 

@@ -73,6 +73,25 @@ class RLConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _reward_model_is_named(self) -> RLConfig:
+        task, role = self.task, self.roles.reward
+        if task.has_reward_model and role is None:
+            raise ValueError(
+                "'task.reward' is model; name the reward model's folder in 'roles.reward', as {model: FOLDER}"
+            )
+        if role is not None and not task.has_reward_model:
+            given = "environment" if task.environment is not None else "reward"
+            raise ValueError(
+                f"'roles.reward' is a model that scores answers, and 'task.{given}' is {getattr(task, given)!r}; set "
+                "'task.reward' to model, or leave the role out"
+            )
+        if task.has_reward_model and self.warmup is not None and self.warmup.until is not None:
+            raise ValueError(
+                "'warmup.until' is a share of right answers, and a reward model gives scores; set 'warmup.steps' alone"
+            )
+        return self
+
     @property
     def shares_model(self) -> bool:
         """Whether the rollout generates with the actor's own model: on the same devices, with the same axes."""

@@ -10,6 +10,8 @@ from hyper_parallel.config.train import AdamWConfig, OptimizerConfig
 from hyper_parallel.strategy.section import PathText, Section
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+REWARD_MODEL = "model"
+"""Of `task.reward`: in place of a function's name."""
 
 
 class TaskConfig(Section):
@@ -25,7 +27,8 @@ class TaskConfig(Section):
     held_out: PathText | None = None
     """The same, for evaluation."""
     reward: str = "exact_match"
-    """`exact_match`, `math`, `code`, or a function of yours: `package.module:function` or `file.py:function`."""
+    """`exact_match`, `math`, `code`, a function of yours (`package.module:function` or `file.py:function`), or `model`:
+    the reward model of `roles.reward`."""
     environment: str | None = None
     """Instead of a reward, for answers of several turns: `calculator`, or a class of yours (`file.py:Class`), whose
     `step` gives the text that the policy reads next, and rewards. Prompts are texts then."""
@@ -48,7 +51,16 @@ class TaskConfig(Section):
             and self.reward != "exact_match"
         ):
             raise ValueError("'environment' gives the rewards; leave 'reward' out")
+        own = TaskConfig.model_fields
+        for key in ("options", "time_limit", "workers") if self.has_reward_model else ():
+            if getattr(self, key) != own[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key!r} is for reward functions; leave it out with a reward model")
         return self
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether rewards are the scores of `roles.reward`."""
+        return self.environment is None and self.reward == REWARD_MODEL
 
 
 class WarmupConfig(Section):

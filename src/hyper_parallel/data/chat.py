@@ -115,6 +115,11 @@ def prompt(tokenizer: Any, chat: Chat) -> str:
     return _text(tokenizer, chat, chat.messages, add_generation_prompt=True)
 
 
+def conversation(tokenizer: Any, chat: Chat) -> str:
+    """A whole conversation rendered, without a generation prompt."""
+    return _text(tokenizer, chat, chat.messages)
+
+
 def _start(tokenizer: Any, chat: Chat, index: int, whole: str, header: str) -> int:
     """The start of the answer: after the generation prompt, or after the header if there is none."""
     start = header

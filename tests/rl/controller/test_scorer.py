@@ -18,7 +18,7 @@ def test_a_reward_of_before(tmp_path: Path) -> None:
     )
     config = rl_config(tmp_path / "run", task={"reward": "mine.py:score"})
     sample = samples_of(config)[0]
-    with scorer_of(config.task, tmp_path) as scorer:
+    with scorer_of(config, tmp_path) as scorer:
         scorer.submit(sample, {"prompt": "1=", "worth": 1.0, "wait": 0.5})
         scorer.begin_anew()
         assert scorer.pending == 0

@@ -4,6 +4,7 @@ A turn of the loop sends every idle group its next list and then waits for the f
 
     rollout   [install weights that arrived, begin to receive newer ones, generate: new prompts, at most `chunk` passes]
     actor     [train on a batch, send the weights]      as soon as the queue has a batch
+    reward    [score the answers that have ended]       where rewards are a model's
 
 How far generation may run ahead of training is the queue's to say (`rl.queue`): with `staleness: 0` a batch starts
 after the one before it was trained, and the same loop is synchronous.
@@ -23,6 +24,7 @@ from hyper_parallel.errors import GroupError
 from hyper_parallel.launch.roles.interface import Future, wait_any
 from hyper_parallel.rl.controller.batch_report import BatchReport
 from hyper_parallel.rl.controller.groups_under_way import AnswerGroup
+from hyper_parallel.rl.controller.model_scorer import ModelScorer
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.scorer import Scored, Scorer
 from hyper_parallel.rl.controller.weight_sync import WeightSync
@@ -94,6 +96,7 @@ class Controller:
         self._actor = groups[0]
         self._rollouts = [one for one in groups if one.has("rollout")]
         self._reference = next((one for one in groups if one.has("reference")), None)
+        self._reward = next((one for one in groups if one.has("reward")), None)
         self._weights, self._prompts, self._scorer = weights, prompts, scorer
         self._trained = trained
         self.state, self.queue = state, queue
@@ -118,6 +121,7 @@ class Controller:
         Raises GroupLost where workers died, and what a list raised otherwise.
         """
         while self.state.step < steps and not stop():
+            self._start_scoring()
             self._start_training()
             for rollout in self._rollouts:
                 if rollout.name not in self._lists:
@@ -138,6 +142,8 @@ class Controller:
 
     def forget(self, group: RoleGroup) -> None:
         """A group of workers was lost: what it had under way starts again elsewhere, or after its restart."""
+        if group is self._reward and isinstance(self._scorer, ModelScorer):
+            self._scorer.ask_again()
         self._lists.pop(group.name, None)
         for ticket in [one.ticket for one in self._under_way.values() if one.rollout == group.name]:
             lost = self._under_way.pop(ticket)
@@ -257,6 +263,23 @@ class Controller:
             return
         if not self.queue.finish(ticket, group.in_order, group.oldest, group.tokens):
             del self._rows[ticket]
+
+    def _start_scoring(self) -> None:
+        """Send the reward model the answers that wait for it, if it is free."""
+        group, scorer = self._reward, self._scorer
+        if group is None or group.name in self._lists or not isinstance(scorer, ModelScorer):
+            return
+        role, waiting = self._config.roles.reward, scorer.waiting
+        assert role is not None, "a group has the roles of the run"
+        # Where it takes turns with generation, answers wait for a full batch of them.
+        if not waiting or (self._works(group.name) and waiting < role.batch):
+            return
+
+        def ended(results: list[Any]) -> None:
+            for one in scorer.give(results[0][0]):
+                self._scored(one)
+
+        self._send(group, [do("reward", groups=scorer.take())], ended)
 
     def _start_training(self) -> None:
         """Train on a batch, if there is one and the actor is free."""
@@ -383,5 +406,5 @@ class Controller:
             one.ended(results)
 
     def _group(self, name: str) -> RoleGroup:
-        known = [self._actor, *self._rollouts, *([self._reference] if self._reference else [])]
-        return next(one for one in known if one.name == name)
+        known = [self._actor, *self._rollouts, self._reference, self._reward]
+        return next(one for one in known if one is not None and one.name == name)

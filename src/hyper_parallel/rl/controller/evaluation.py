@@ -41,7 +41,8 @@ def mean_reward(
     step: int,
     temperature: float,
 ) -> float:
-    """Of one answer to each prompt; one without a reward counts 0."""
+    """Of one answer to each prompt. One without a reward counts 0; by a reward model, whose scores have no zero that
+    means anything, it does not count."""
 
     def answers(prompts: Sequence[Prompt]) -> list[str]:
         found: list[str] = rollout.ask(
@@ -49,4 +50,7 @@ def mean_reward(
         )
         return found
 
-    return statistics.fmean(reward or 0.0 for reward in scorer.all_of(answers, rows))
+    rewards = scorer.all_of(answers, rows)
+    if config.task.has_reward_model:
+        return statistics.fmean([one for one in rewards if one is not None] or [0.0])
+    return statistics.fmean(reward or 0.0 for reward in rewards)

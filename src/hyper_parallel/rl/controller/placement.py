@@ -10,7 +10,7 @@ from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.role_launch import RoleLaunch
 from hyper_parallel.strategy import Strategy
 
-Role = Literal["actor", "rollout", "reference", "critic"]
+Role = Literal["actor", "rollout", "reference", "critic", "reward"]
 HOST = "hyper_parallel.rl.roles.host:RoleHost"
 
 
@@ -52,6 +52,11 @@ def groups_of(config: RLConfig) -> list[GroupPlan]:
                     "reference", ("reference",), reference.placed, reference.strategy, reference.threads
                 )
             )
+    if (reward := roles.rewards) is not None:
+        if reward.placed == roles.actors.placed:
+            shared.append("reward")
+        else:
+            apart.append(GroupPlan("reward", ("reward",), reward.placed, reward.spread, reward.threads))
     actor = GroupPlan("actor", tuple(shared), roles.actors.placed, roles.actor.strategy, roles.actor.threads)
     return [actor, *apart]
 

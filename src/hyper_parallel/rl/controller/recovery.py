@@ -2,6 +2,7 @@
 
     a rollout    its answers under way are asked for again, by the same random numbers; it gets the actor's weights
     a reference  is loaded again; the batch that it was scoring is scored again
+    a reward     is loaded again; the answers that it was scoring are scored again
     the actor    resumes from the newest checkpoint, the queue and the place in the data with it; rollouts give up what
                  they have under way
     a link       a rollout and the actor, both alive, meet again

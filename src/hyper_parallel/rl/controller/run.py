@@ -18,6 +18,7 @@ from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.rl.controller.batch_report import BatchReport
 from hyper_parallel.rl.controller.controller import Controller, LoopState
 from hyper_parallel.rl.controller.evaluation import Accuracy, evaluate
+from hyper_parallel.rl.controller.model_scorer import ModelScorer
 from hyper_parallel.rl.controller.placement import HOST, groups_of
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import Recorder
@@ -73,7 +74,7 @@ def run(
     prompts = Prompts(config)
     with (
         run_lock(config.out),
-        scorer_of(config.task, folder) as scorer,
+        scorer_of(config, folder) as scorer,
         (engine or functools.partial(engine_of, config))() as workers,
         contextlib.closing(Recorder(config, told)) as recorder,
     ):
@@ -115,6 +116,8 @@ class _Run:
         self._actor = self._groups[0]
         self._rollouts = [one for one in self._groups if one.has("rollout")]
         self._reference = next((one for one in self._groups if one.has("reference")), None)
+        if isinstance(scorer, ModelScorer):
+            scorer.attach(next(one for one in self._groups if one.has("reward")))
         self._weights = WeightSync(config, self._actor, self._rollouts)
         self._saved_at = 0
         self._saved_time = time.monotonic()

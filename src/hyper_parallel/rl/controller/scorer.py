@@ -1,4 +1,4 @@
-"""Rewards of answers: asked for as answers end, from a pool of processes, and taken as they come."""
+"""Rewards of answers: asked for as answers end, from a pool of processes or a model, and taken as they come."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.rl_task import TaskConfig
 from hyper_parallel.rl.environments.environment import prompt_of
 from hyper_parallel.rl.rewards.pool import RewardPool
@@ -124,8 +125,13 @@ class Scorer(ABC):
         self.close()
 
 
-def scorer_of(task: TaskConfig, folder: Path | None) -> Scorer:
-    """The scorer of a task. `folder`: where files are looked for. Raises ConfigError for an unknown name."""
+def scorer_of(config: RLConfig, folder: Path | None) -> Scorer:
+    """The scorer of a run. `folder`: where files are looked for. Raises ConfigError for an unknown name."""
+    task = config.task
+    if task.has_reward_model:
+        from hyper_parallel.rl.controller.model_scorer import ModelScorer
+
+        return ModelScorer(config.rl)
     if task.environment is None:
         return RewardScorer(task, folder)
     from hyper_parallel.rl.controller.environment_scorer import EnvironmentScorer

@@ -34,6 +34,8 @@ class RoleGroup:
         self.busy_s = 0.0
         """Seconds for which it has executed lists."""
         self.restarts = 0
+        self.step = 0
+        """Of its last list."""
         self._group: Group = engine.start(launch_of(config, plan, workers, host), timeout_s=START_S)
         self._ready: Future = self._group.ready
 
@@ -52,6 +54,7 @@ class RoleGroup:
 
     def call(self, instructions: Sequence[Instruction], step: int) -> Future:
         """Send a list; its result has for each rank the results of the instructions."""
+        self.step = step
         return self._group.call(instructions, timeout_s=self.timeout_s, what=f"step {step}")
 
     def ask(self, step: int, operation: str, **arguments: Any) -> Any:

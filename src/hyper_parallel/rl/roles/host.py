@@ -14,9 +14,11 @@ from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.role_launch import RoleLaunch
 from hyper_parallel.errors import WeightsError
 from hyper_parallel.launch.worker import Worker
+from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.roles.actor import Actor, logprobs_of
 from hyper_parallel.rl.roles.checkpoints import ActorCheckpoints
 from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.reward_model import RewardModel
 from hyper_parallel.rl.roles.rollout import Rollout
 from hyper_parallel.rl.roles.rollout_model import rollout_model
 from hyper_parallel.rl.roles.weight_links import WeightLinks
@@ -41,6 +43,7 @@ class RoleHost:
         self._actor: Actor | None = None
         self._rollout: Rollout | None = None
         self._reference: Any = None
+        self._reward: RewardModel | None = None
         self._checkpoints: ActorCheckpoints | None = None
         if "actor" in roles:
             model = trained_policy(config, tokenizer, config.roles.actor.strategy, worker.device)
@@ -49,6 +52,10 @@ class RoleHost:
         if "reference" in roles:
             strategy = config.roles.references.strategy
             self._reference = trained_policy(config, tokenizer, strategy, worker.device).requires_grad_(False)
+        if "reward" in roles:
+            role = config.roles.rewards
+            assert role is not None, "a group has the roles of the run"
+            self._reward = RewardModel(role, worker.device)
         if "rollout" in roles:
             model = (
                 self._actor.model
@@ -110,6 +117,14 @@ class RoleHost:
     def load_reference(self, folder: str) -> None:
         """The reference is the model of a Transformers folder."""
         load_weights(self._reference, folder, self._worker.device)
+
+    # The reward model.
+
+    def reward(self, groups: Sequence[Sequence[tuple[Prompt, str]]]) -> list[list[float | None]]:
+        """As `RewardModel.scores`; the first rank gives them."""
+        assert self._reward is not None
+        found = self._reward.scores(groups)
+        return found if self._worker.rank == 0 else []
 
     # The rollout.
 
