@@ -87,6 +87,8 @@ def serve(control: int, parent: int) -> NoReturn:
             getattr(_libc, name)  # found here once, and not in each fork
         _libc.prctl(_PDEATHSIG, _KILL)
         _libc.prctl(_SUBREAPER, 1)
+        # A program of the same user, where there are no namespaces, cannot trace the server of those after it.
+        _libc.prctl(_DUMPABLE, 0)
     if os.getppid() != parent:
         os._exit(1)
     channel, own = _socket.socket(fileno=control), os.getpid()
@@ -173,6 +175,9 @@ def _main(settings: dict[str, Any], program: str) -> NoReturn:
     linux = sys.platform.startswith("linux")
     if linux:
         _libc.prctl(_PDEATHSIG, _KILL)
+        _libc.prctl(
+            _DUMPABLE, 1
+        )  # else /proc/self belongs to root, and the maps of a user namespace are in it
         # A keyring of its own: what the caller's session has, if any, programs would share.
         _libc.syscall(_KEYCTL.get(os.uname().machine, -1), _JOIN_SESSION, None)
     if os.getppid() != settings["parent"]:
