@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.rl.environments.environment import Turn
@@ -10,6 +11,8 @@ from hyper_parallel.rl.environments.environment import Turn
 
 class TwoTurns:
     """Appends `0=` after the first turn; the rewards of both turns add."""
+
+    first = Turn(text="0=")
 
     def __init__(self) -> None:
         self._task: Mapping[str, Any] = {}
@@ -23,4 +26,10 @@ class TwoTurns:
         self._turns += 1
         right = set(self._task["answer"])
         reward = sum(letter in right for letter in set(answer)) / len(right)
-        return Turn(text="0=", reward=reward, done=self._turns == 2)
+        return replace(self.first, reward=reward, done=self._turns == 2)
+
+
+class TwoMessages(TwoTurns):
+    """Says it as a tool."""
+
+    first = Turn(message={"role": "tool", "content": "0="})

@@ -14,6 +14,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Algorithm = Literal["grpo", "dapo", "rloo", "reinforce++", "ppo"]
 Normalization = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+Ratio = Literal["token", "answer", "answer_mean"]
 Order = Literal["fifo", "window", "discard"]
 NORMALIZATIONS: dict[Algorithm, Normalization] = {
     "grpo": "grpo",
@@ -60,6 +61,11 @@ class RLTraining(Section):
     """The probability ratio is clipped to 1 − clip … 1 + clip."""
     clip_high: NonNegative | None = None
     """The upper side of it. Default: as `clip`, and 0.28 for `dapo`."""
+    ratio: Ratio | None = None
+    """Of what the probability ratio is: of each token (`token`), of the whole answer (`answer`, the product over its
+    tokens, as RLOO has it), or its geometric mean over the tokens (`answer_mean`, GSPO's, arXiv 2507.18071, which clips
+    far closer to 1). Those of answers take another forward pass for each update. Default: `answer` for `rloo`, else
+    `token`."""
     objective: Literal["behaviour", "decoupled", "truncated"] = "behaviour"
     """Ratios are to the log-probabilities that the rollout recorded (`behaviour`), or to those of the trainer before
     the step, weighted by proximal over behaviour (`decoupled`, AReaL, arXiv 2505.24298; `truncated`: the weight is at
@@ -101,6 +107,11 @@ class RLTraining(Section):
             raise ValueError(
                 f"'group' is {self.group}: {self.algorithm} compares answers to one prompt; make it 2 or more"
             )
+        if self.algorithm in ("ppo", "reinforce++") and self.of_answers:
+            raise ValueError(
+                f"'ratio' is '{self.ratio}': advantages of {self.algorithm} differ from token to token; leave it "
+                "out, or take rloo or grpo"
+            )
         off = 2 * self.minibatches - 1
         if 0 < self.staleness < off:
             raise ValueError(
@@ -116,6 +127,16 @@ class RLTraining(Section):
         if high is None:
             high = 0.28 if self.algorithm == "dapo" else self.clip
         return self.clip, high
+
+    @property
+    def ratios(self) -> Ratio:
+        """Of what the probability ratio is."""
+        return self.ratio or ("answer" if self.algorithm == "rloo" else "token")
+
+    @property
+    def of_answers(self) -> bool:
+        """Whether it is one number for each answer."""
+        return self.ratios != "token"
 
     @property
     def normalized(self) -> Normalization:

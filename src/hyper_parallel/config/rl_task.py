@@ -31,7 +31,7 @@ class TaskConfig(Section):
     the reward model of `roles.reward`."""
     environment: str | None = None
     """Instead of a reward, for answers of several turns: `calculator`, or a class of yours (`file.py:Class`), whose
-    `step` gives the text that the policy reads next, and rewards. Prompts are texts then."""
+    `step` gives the text or the message that the policy reads next, and rewards."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the reward or the environment, such as `isolation` for `code` (docs/rl-rewards.md)."""
     time_limit: Annotated[float, Field(gt=0)] = 10.0

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+Appended = str | Mapping[str, Any]
+"""What an environment puts behind an answer: a text, or in a conversation a message."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -27,7 +30,9 @@ class Sample:
     ended: bool
     """By a token that ends answers; else it was cut at its longest length."""
     text: str = ""
-    """Of the answer."""
+    """Of the answer; of several turns, of the last one."""
+    turns: tuple[Mapping[str, Any], ...] = ()
+    """Of a conversation: the messages between the prompt and the last turn."""
     reward: float | None = None
     """None until it is known, and where it failed."""
     task: Mapping[str, Any] = field(default_factory=dict)
@@ -58,5 +63,5 @@ class Prompted:
     prompt: str | Sequence[Mapping[str, Any]]
     """Text, or the messages of a conversation."""
     before: Sample | None = None
-    """The answer until now, which goes on behind `appended`: text of the environment that the policy reads."""
-    appended: str = ""
+    """The answer until now, which goes on behind `appended`: what the environment says and the policy reads."""
+    appended: Appended = ""

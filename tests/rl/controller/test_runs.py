@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harness.rl_faults import left_behind
-from harness.rl_runs import expected_weights, rl_config, saved_weights
+from harness.rl_runs import MODEL, expected_weights, rl_config, saved_weights
+from hyper_parallel.data.character_tokenizer import character_tokenizer
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.controller.run import run
@@ -104,6 +106,58 @@ def test_answers_of_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert max(one.reward for one in two) > 1
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a>{% endif %}"
+)
+DIGITS = "0123456789=>uta"
+
+
+def test_conversations_of_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two turns stands what the chat template writes there, after the end that the policy drew."""
+    seen: list[Any] = []
+    monkeypatch.setattr(Recorder, "batch", lambda self, report, busy: seen.extend(report.samples))
+    words = character_tokenizer(DIGITS)
+    words.chat_template = TEMPLATE
+    words.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**MODEL, vocab_size=len(words), eos_token_id=0, bos_token_id=None)
+    )
+    model.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": [{"role": "user", "content": f"{n}="}], "answer": f"{n}"} for n in range(100, 108)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = Path(left_behind.__code__.co_filename).with_name("rl_environment.py")
+    paths = dict.fromkeys(("prompts", "held_out"), str(tmp_path / "rows.jsonl"))
+    config = rl_config(
+        tmp_path / "run",
+        model={"path": str(tmp_path / "model"), "config": None},
+        task={
+            "name": None,
+            "settings": {},
+            **paths,
+            "reward": "exact_match",
+            "environment": f"{file}:TwoMessages",
+        },
+        rl={"max_tokens": 20, "temperature": 2.0, "staleness": 1},
+        roles=APART,
+    )
+    summary = run(config)
+    assert summary.before is not None
+    two = [one for one in seen if one.turns]
+    assert len(two) > len(seen) / 4
+    behind = [0 if one == "." else 2 + DIGITS.index(one) for one in "t>0=.a>"]
+    for one in two:
+        first = one.drawn.index(False)
+        assert one.tokens[first - 1] == 0
+        assert list(one.tokens[first:-1][:7]) == behind[: len(one.tokens) - first - 1]
+        assert one.drawn[-1]
+        assert all(own == (not first <= at < first + 7) for at, own in enumerate(one.drawn[:-1]))
+        assert [message["role"] for message in one.turns] == ["assistant", "tool"]
+        right = set(one.task["answer"])
+        shares = [len(right & set(text)) / len(right) for text in (one.turns[0]["content"], one.text)]
+        assert one.reward == pytest.approx(sum(shares))
+
+
 def test_going_on_is_not_being_interrupted(tmp_path: Path) -> None:
     """Bit for bit, when synchronous."""
     whole = rl_config(tmp_path / "run", rl={"steps": 4})
@@ -152,6 +206,7 @@ def test_a_reward_that_fails_costs_its_sample(tmp_path: Path) -> None:
         ({"task": {"settings": {"digit": 3}}}, "digits"),
         ({"rl": {"staleness": 1, "minibatches": 2}}, "one step off"),
         ({"rl": {"group": 1}}, "compares answers"),
+        ({"rl": {"algorithm": "ppo", "ratio": "answer"}}, "differ from token to token"),
         ({"roles": {"rollout": {"devices": "0-1"}, "actor": {"devices": 1}}}, "share some of their devices"),
         ({"model": {"config": {"model_type": "llama", "hidden": 3}}}, "hidden"),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
 import secrets
 import socket
 import threading
@@ -14,12 +16,14 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.errors import ConfigError, LaunchError
-from hyper_parallel.rl.rewards import sandbox
+from hyper_parallel.rl.rewards import sandbox, sandbox_fork_server
 from hyper_parallel.rl.rewards.sandbox import Limits, run
 
 ISOLATES = not run("pass").missing
 needs_isolation = pytest.mark.skipif(not ISOLATES, reason="this machine does not allow namespaces")
 BOTH = pytest.mark.parametrize("isolation", ["preferred", "none"])
+KEYS = {"x86_64": (248, 250), "aarch64": (217, 219)}
+"""Numbers of add_key(2) and keyctl(2)."""
 SHORT = Limits(wall_s=1.5, cpu_s=5)
 
 
@@ -80,6 +84,37 @@ def test_the_program_is_the_main_module_and_exits_normally() -> None:
         print(__name__, A(1))
     """
     assert run("\n".join(line[8:] for line in program.splitlines())).stdout == b"__main__ A(x=1)\nlate\nbye\n"
+
+
+def test_a_program_ends_as_it_does_in_python() -> None:
+    """What it has is let go of, and written, though the interpreter is not taken apart."""
+    program = """
+import atexit, sys, threading
+class A:
+    def __del__(self): print("gone", self.name)
+def made(name):
+    one = A(); one.name = name; one.self = one
+    return one
+a, out = made("a"), open(1, "w", closefd=False)
+atexit.register(out.write, "kept\\n")
+threading.Thread(target=print, args=["thread"]).start()
+def daemon():
+    while True: threading.Event().wait(0.01)
+if sys.stdin.read():
+    threading.Thread(target=daemon, daemon=True).start()
+sys.exit("why")
+"""
+    outcome = run(program)
+    assert (outcome.code, outcome.stderr) == (1, b"why\n")
+    assert sorted(outcome.stdout.split(b"\n")) == [b"", b"gone a", b"kept", b"thread"]
+    assert run(program, b"1").stderr == b"why\n"
+    assert [run(f"import sys; sys.exit({code})").code for code in ("None", "256 + 7", "-1", "[]")] == [
+        0,
+        7,
+        255,
+        1,
+    ]
+    assert run("import os, sys; sys.stdout.write('x'); os.close(1)").code == 120
 
 
 def test_sets_have_the_same_order_in_each_run() -> None:
@@ -296,13 +331,20 @@ def test_runs_at_one_time_do_not_disturb_one_another() -> None:
     assert outputs == {number: f"{number}\n".encode() for number in range(6)}
 
 
+def _changed(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """A fork server whose launchers have another line."""
+    source = Path(sandbox.__file__).with_name("sandbox_launcher.py").read_text()
+    assert source.count(old) >= 1
+    code = compile(source.replace(old, new), "launcher", "exec")
+    monkeypatch.setattr(sandbox_fork_server, "launcher", lambda: code)
+    monkeypatch.setattr(sandbox_fork_server, "_of_thread", threading.local())
+
+
 def test_what_is_not_isolated_is_one_warning_or_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = Path(sandbox.__file__).with_name("sandbox_launcher.py").read_text()
     # A kernel that refuses unshare(2), as in most containers.
-    refused = compile(source.replace("_libc.unshare(flags", "(lambda *_: -1)(flags"), "launcher", "exec")
-    monkeypatch.setattr(sandbox, "_launcher", lambda: refused)
+    _changed(monkeypatch, "_libc.unshare(flags", "(lambda *_: -1)(flags")
     monkeypatch.setattr(sandbox, "_warned", False)
     with caplog.at_level(logging.WARNING):
         assert run("print(1)").missing == ("network", "processes", "files")
@@ -317,9 +359,7 @@ def test_what_is_not_isolated_is_one_warning_or_refused(
 def test_a_kernel_that_keeps_its_file_system_still_isolates_the_rest(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = Path(sandbox.__file__).with_name("sandbox_launcher.py").read_text()
-    code = compile(source.replace("_PIVOT_ROOT[os.uname().machine]", "_PIVOT_ROOT['?']"), "launcher", "exec")
-    monkeypatch.setattr(sandbox, "_launcher", lambda: code)
+    _changed(monkeypatch, "_PIVOT_ROOT[os.uname().machine]", "_PIVOT_ROOT['?']")
     monkeypatch.setattr(sandbox, "_warned", False)
     program = "import os, json; open('f', 'w').write('x'); print(os.getpid(), os.getcwd())"
     outcome = run(program)
@@ -331,13 +371,150 @@ def test_a_kernel_that_keeps_its_file_system_still_isolates_the_rest(
 
 
 def test_a_machine_without_processes_says_nothing_about_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(sandbox.__file__).with_name("sandbox_launcher.py").read_text()
-    broken = compile(
-        source.replace("    first = os.fork()", "    raise OSError('no process')"), "launcher", "exec"
+    for old, new in (
+        ("    first = os.fork()", "    raise OSError('no process')"),  # in the launcher
+        ("launcher = os.fork()", "raise OSError(11, '')"),  # in the server
+        ("    if os.getppid() != parent:", "    raise OSError('no process')\n    if True:"),
+    ):
+        with monkeypatch.context() as patch:
+            _changed(patch, old, new)
+            for _ in range(2):
+                with pytest.raises(
+                    LaunchError, match=r"could not start a program: .*(no process|unavailable)"
+                ):
+                    run("pass")
+    assert run("print(1)").stdout == b"1\n"
+
+
+@BOTH
+def test_a_program_sees_nothing_of_another_one(isolation: sandbox.Isolation) -> None:
+    """Nor a descriptor of the fork server."""
+    attack = "import math, signal, sys; secret = 1; math.pi = 3; sys.setrecursionlimit(77); signal.signal(10, print)"
+    assert run(attack, isolation=isolation).succeeded
+    search = """
+import math, os, signal, sys
+opened = []
+for descriptor in range(256):
+    try:
+        os.fstat(descriptor)
+        opened.append(descriptor)
+    except OSError:
+        pass
+print(opened, math.pi == 3.141592653589793, sys.getrecursionlimit(), "secret" in globals(), signal.getsignal(10))
+"""
+    outcome = run(search, isolation=isolation)
+    assert outcome.stdout == b"[0, 1, 2] True 1000 False 0\n", outcome
+
+
+def test_the_memory_of_the_server_has_no_program() -> None:
+    """All of it is searched, from outside: a fork has a copy of it."""
+    secret = secrets.token_hex(16).encode()
+    program = (
+        f"import sys; print({secret.decode()!r}[:2] + sys.stdin.read()[:2]); sys.exit('{secret.decode()}')"
     )
-    monkeypatch.setattr(sandbox, "_launcher", lambda: broken)
-    with pytest.raises(LaunchError, match="could not start a program: OSError: no process"):
+    for _ in range(3):
+        assert run(program, secret).code == 1
+    server = sandbox_fork_server.fork_server()
+    process = Path(f"/proc/{server._process.pid}")
+    size = 0
+    with (process / "mem").open("rb", buffering=0) as memory:
+        for line in (process / "maps").read_text().splitlines():
+            span, mode, *rest = line.split()
+            if not mode.startswith("rw") or rest[-1].startswith("[v"):
+                continue
+            first, end = (int(place, 16) for place in span.split("-"))
+            memory.seek(first)
+            found = memory.read(end - first)
+            size += len(found)
+            assert secret not in found
+    assert size > 1 << 20
+
+
+@pytest.mark.skipif(platform.machine() not in KEYS, reason="the numbers of system calls are others")
+def test_keys_of_the_kernel_end_with_a_program() -> None:
+    """Also where the caller has a keyring of its session, which its processes inherit (keyrings(7))."""
+    add, control = KEYS[platform.machine()]
+    program = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+there = libc.syscall({control}, 10, -3, b"user", b"attack", 0)  # KEYCTL_SEARCH of the session's keyring
+print(there, libc.syscall({add}, b"user", b"attack", b"secret", 6, -3) > 0)
+"""
+    outputs: list[bytes] = []
+
+    def in_a_session() -> None:
+        if ctypes.CDLL(None).syscall(control, 1, None) > 0:  # KEYCTL_JOIN_SESSION_KEYRING
+            outputs.extend(run(program).stdout for _ in range(2))
+
+    thread = threading.Thread(target=in_a_session)
+    thread.start()
+    thread.join()
+    if not outputs:
+        pytest.skip("this kernel has no keys for this process")
+    assert outputs in ([b"-1 True\n"] * 2, [b"-1 False\n"] * 2)
+
+
+@needs_isolation
+def test_nothing_runs_when_a_program_was_killed(word: str) -> None:
+    """Also what it left behind, at once: another program starts in the same server."""
+    program = f"""
+import ctypes, os, time
+ctypes.CDLL(None).prctl(15, {word!r}.encode(), 0, 0, 0)
+for _ in range(2):
+    os.fork()
+    os.getpgid(0) == os.getpid() or os.setsid()
+time.sleep(600)
+"""
+    assert run(program, limits=Limits(wall_s=0.5)).ended == "wall time"
+    assert not _left(word)
+
+
+def test_a_server_that_was_killed_is_started_again() -> None:
+    run("print(1)")
+    server = sandbox_fork_server.fork_server()
+    os.kill(server._process.pid, 9)
+    assert run("print(1)").stdout == b"1\n"
+    assert sandbox_fork_server.fork_server() is not server
+
+
+def test_the_server_ends_with_its_thread(word: str) -> None:
+    """And what it runs."""
+    program = f"""
+import os, sys
+os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)", {word!r}])
+"""
+    pids: list[int] = []
+
+    def short() -> None:
         run("pass")
+        pids.append(sandbox_fork_server.fork_server()._process.pid)
+
+    thread = threading.Thread(target=short)
+    thread.start()
+    thread.join()
+    end = time.monotonic() + 5
+    while Path(f"/proc/{pids[0]}").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+    child = os.fork()
+    if not child:
+        threading.Timer(0.5, os._exit, [0]).start()
+        run(program)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_fork_of_the_caller_has_its_own_server() -> None:
+    run("pass")
+    mine = sandbox_fork_server.fork_server()._process.pid
+    child = os.fork()
+    if not child:
+        good = run("print(1)").stdout == b"1\n" and sandbox_fork_server.fork_server()._process.pid != mine
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sandbox_fork_server.fork_server()._process.pid == mine
+    assert run("print(2)").stdout == b"2\n"
 
 
 def test_no_descriptor_is_left_open() -> None:

@@ -32,7 +32,7 @@ from hyper_parallel.rl.controller.workers import RoleGroup, do
 from hyper_parallel.rl.environments.environment import prompt_of
 from hyper_parallel.rl.losses.groups import has_reward_variance
 from hyper_parallel.rl.queue import StalenessQueue
-from hyper_parallel.rl.sample import Prompted, Sample
+from hyper_parallel.rl.sample import Appended, Prompted, Sample
 
 
 class GroupLost(Exception):
@@ -103,7 +103,7 @@ class Controller:
         self._lists: dict[str, _List] = {}
         self._waiting: dict[str, deque[AnswerGroup]] = {one.name: deque() for one in self._rollouts}
         """Groups of answers that a rollout is given with its next list."""
-        self._going_on: dict[str, list[tuple[AnswerGroup, Sample, str]]] = {
+        self._going_on: dict[str, list[tuple[AnswerGroup, Sample, Appended]]] = {
             one.name: [] for one in self._rollouts
         }
         """Answers of several turns that are continued with a rollout's next list."""
@@ -201,9 +201,9 @@ class Controller:
                 row=group.row,
                 prompt=prompt_of(group.task),
                 before=sample,
-                appended=text,
+                appended=appended,
             )
-            for group, sample, text in self._going_on[name]
+            for group, sample, appended in self._going_on[name]
         ]
         self._waiting[name].clear()
         self._going_on[name].clear()

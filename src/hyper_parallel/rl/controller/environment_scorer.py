@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.rl_task import TaskConfig
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.controller.scorer import EVALUATION, Answers, Key, Scored, Scorer
-from hyper_parallel.rl.environments.environment import prompt_of
+from hyper_parallel.rl.controller.scorer import EVALUATION, Answers, Key, Scored, Scorer, first_turns
+from hyper_parallel.rl.environments.environment import Turn, prompt_of
 from hyper_parallel.rl.environments.pool import EnvironmentPool, Reply
-from hyper_parallel.rl.sample import Sample
+from hyper_parallel.rl.rewards.reward import Prompt
+from hyper_parallel.rl.sample import Appended
 
 
 class EnvironmentScorer(Scorer):
@@ -25,13 +27,9 @@ class EnvironmentScorer(Scorer):
         )
         self._first: dict[Key, tuple[Mapping[str, Any], str]] = {}
         """The task and first turn of episodes that are being reset."""
+        self._prompts: dict[Key, Prompt] = {}
         self._rewards: dict[Key, float] = {}
         """Of the turns until now, of the episodes under way."""
-
-    def submit(self, sample: Sample, task: Mapping[str, Any]) -> None:
-        """As `Scorer` has it. Raises DataError for a prompt that is no text."""
-        _text(task)
-        super().submit(sample, task)
 
     def begin_anew(self) -> None:
         """As `Scorer` has it. Episodes that are busy end with their next reply."""
@@ -46,20 +44,24 @@ class EnvironmentScorer(Scorer):
             if key in self._rewards and key not in self._asked:
                 self._end(key)
 
-    def all_of(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    def all_of(
+        self, answers: Answers, rows: Sequence[Mapping[str, Any]], max_tokens: int
+    ) -> list[float | None]:
         """As `Scorer` has it, turn by turn of all rows together."""
-        texts = {place: _text(row) for place, row in enumerate(rows)}
+        asked = dict(enumerate(first_turns(rows)))
         found: dict[int, float | None] = {}
-        while texts:
-            given = dict(zip(texts, answers(list(texts.values())), strict=True))
+        while asked:
+            given = dict(zip(asked, answers(list(asked.values())), strict=True))
             for place, answer in given.items():
-                self._ask(Key(self._life, EVALUATION, place), rows[place], answer)
+                self._ask(Key(self._life, EVALUATION, place), rows[place], answer.text)
             for one in self._of_evaluation(len(given)):
-                if one.appended is None:
-                    found[one.place] = one.reward
-                    del texts[one.place]
-                else:
-                    texts[one.place] += given[one.place] + one.appended
+                answer, place = given[one.place], one.place
+                if one.appended is not None and len(answer.tokens) < max_tokens:
+                    asked[place] = replace(asked[place], before=answer, appended=one.appended)
+                    continue
+                self._end(Key(self._life, EVALUATION, place))
+                found[place] = one.reward
+                del asked[place]
         return [found[place] for place in range(len(rows))]
 
     def close(self) -> None:
@@ -71,6 +73,7 @@ class EnvironmentScorer(Scorer):
             self._pool.step(key, text)
             return
         self._rewards[key] = 0.0
+        self._prompts[key] = prompt_of(task)
         self._first[key] = task, text
         self._pool.reset(key, task)
 
@@ -90,7 +93,7 @@ class EnvironmentScorer(Scorer):
         if reply.failed is not None:
             self.failed += 1
             self._first.pop(key, None)
-            del self._rewards[key]
+            del self._rewards[key], self._prompts[key]
             return Scored(key.ticket, key.place, None)
         if reply.turn is None:
             task, text = self._first.pop(key)
@@ -103,18 +106,24 @@ class EnvironmentScorer(Scorer):
             return None
         self._rewards[key] += reply.turn.reward
         if not reply.turn.done:
-            return Scored(key.ticket, key.place, self._rewards[key], reply.turn.text)
+            appended = _appended(self._prompts[key], reply.turn)
+            return Scored(key.ticket, key.place, self._rewards[key], appended)
+        del self._prompts[key]
         return Scored(key.ticket, key.place, self._rewards.pop(key))
 
     def _end(self, key: Key) -> None:
         if self._rewards.pop(key, None) is not None:
+            del self._prompts[key]
             self._pool.drop(key)
 
 
-def _text(row: Mapping[str, Any]) -> str:
-    prompt = prompt_of(row)
+def _appended(prompt: Prompt, turn: Turn) -> Appended:
+    """What the policy reads next. Raises DataError for a message behind a text."""
     if not isinstance(prompt, str):
+        return turn.message or {"role": "user", "content": turn.text}
+    if turn.message is not None:
         raise DataError(
-            "task.environment: prompts are texts, and a row has a conversation; write it as a text"
+            f"the environment gives a message of the role {turn.message['role']!r}, and the row's prompt is a text; "
+            "write the prompt as a list of messages, or give a text"
         )
-    return prompt
+    return turn.text

@@ -10,7 +10,7 @@ from typing import Any
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.rl.controller.scorer import Scorer
 from hyper_parallel.rl.controller.workers import RoleGroup
-from hyper_parallel.rl.rewards.reward import Prompt
+from hyper_parallel.rl.sample import Prompted, Sample
 
 SEED = 2**31
 """Added to the run's seed: held-out answers are drawn by other numbers than training's."""
@@ -44,13 +44,13 @@ def mean_reward(
     """Of one answer to each prompt. One without a reward counts 0; by a reward model, whose scores have no zero that
     means anything, it does not count."""
 
-    def answers(prompts: Sequence[Prompt]) -> list[str]:
-        found: list[str] = rollout.ask(
-            step, "answer", prompts=prompts, temperature=temperature, seed=config.seed + SEED
+    def answers(asked: Sequence[Prompted]) -> list[Sample]:
+        found: list[Sample] = rollout.ask(
+            step, "answer", asked=asked, temperature=temperature, seed=config.seed + SEED
         )
         return found
 
-    rewards = scorer.all_of(answers, rows)
+    rewards = scorer.all_of(answers, rows, config.rl.max_tokens)
     if config.task.has_reward_model:
         return statistics.fmean([one for one in rewards if one is not None] or [0.0])
     return statistics.fmean(reward or 0.0 for reward in rewards)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.config.rl import RLTraining
-from hyper_parallel.rl.controller.scorer import Answers, Key, Scored, Scorer
+from hyper_parallel.rl.controller.scorer import Answers, Key, Scored, Scorer, first_turns
 from hyper_parallel.rl.controller.workers import RoleGroup
 from hyper_parallel.rl.environments.environment import prompt_of
 from hyper_parallel.rl.rewards.reward import Prompt
@@ -77,11 +77,13 @@ class ModelScorer(Scorer):
         self._asked -= {one[0] for one in self._waiting if one[0] in gone}
         self._waiting = [one for one in self._waiting if one[0] not in gone]
 
-    def all_of(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    def all_of(
+        self, answers: Answers, rows: Sequence[Mapping[str, Any]], max_tokens: int
+    ) -> list[float | None]:
         """As `Scorer` has it. Raises GroupError where workers were lost."""
         assert self._group is not None
-        prompts = [prompt_of(row) for row in rows]
-        asked = list(zip(prompts, answers(prompts), strict=True))
+        first = first_turns(rows)
+        asked = [(one.prompt, given.text) for one, given in zip(first, answers(first), strict=True)]
         [found] = self._group.ask(self._group.step, "reward", groups=[asked])
         self.failed += found.count(None)
         return list(found)

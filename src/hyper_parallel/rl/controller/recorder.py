@@ -71,6 +71,7 @@ class Recorder:
             line = {
                 "step": report.step,
                 "prompt": one.task.get("prompt", one.task.get("messages")),
+                **({"turns": list(one.turns)} if one.turns else {}),
                 "answer": one.text,
                 "reward": one.reward,
                 "versions": [min(one.versions), max(one.versions)],

@@ -13,11 +13,10 @@ from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.rl_task import TaskConfig
 from hyper_parallel.rl.environments.environment import prompt_of
 from hyper_parallel.rl.rewards.pool import RewardPool
-from hyper_parallel.rl.rewards.reward import Prompt
-from hyper_parallel.rl.sample import Sample
+from hyper_parallel.rl.sample import Appended, Prompted, Sample
 
-Answers = Callable[[Sequence[Prompt]], list[str]]
-"""An answer to each prompt, at once: of an evaluation."""
+Answers = Callable[[Sequence[Prompted]], list[Sample]]
+"""An answer to each prompt, or its next turn, at once: of an evaluation."""
 EVALUATION = -1
 """In place of a ticket."""
 
@@ -39,8 +38,8 @@ class Scored:
     place: int
     reward: float | None
     """None where it failed; of an answer that goes on, that of its turns until now."""
-    appended: str | None = None
-    """Of an answer that goes on: the text that the policy reads next."""
+    appended: Appended | None = None
+    """Of an answer that goes on: what the policy reads next."""
 
 
 class Scorer(ABC):
@@ -84,8 +83,11 @@ class Scorer(ABC):
         """Nothing more is asked about these answers."""
 
     @abstractmethod
-    def all_of(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """The rewards of an evaluation. Results of others that arrive meanwhile are kept."""
+    def all_of(
+        self, answers: Answers, rows: Sequence[Mapping[str, Any]], max_tokens: int
+    ) -> list[float | None]:
+        """The rewards of an evaluation, whose answers have at most so many tokens. Results of others that arrive
+        meanwhile are kept."""
 
     @abstractmethod
     def close(self) -> None:
@@ -125,6 +127,14 @@ class Scorer(ABC):
         self.close()
 
 
+def first_turns(rows: Sequence[Mapping[str, Any]]) -> list[Prompted]:
+    """One answer to each row of an evaluation."""
+    return [
+        Prompted(ticket=EVALUATION, place=0, row=place, prompt=prompt_of(row))
+        for place, row in enumerate(rows)
+    ]
+
+
 def scorer_of(config: RLConfig, folder: Path | None) -> Scorer:
     """The scorer of a run. `folder`: where files are looked for. Raises ConfigError for an unknown name."""
     task = config.task
@@ -156,11 +166,13 @@ class RewardScorer(Scorer):
     def drop(self, ticket: int, places: Sequence[int]) -> None:
         """As `Scorer` has it: its rewards arrive and are of no use."""
 
-    def all_of(self, answers: Answers, rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    def all_of(
+        self, answers: Answers, rows: Sequence[Mapping[str, Any]], max_tokens: int
+    ) -> list[float | None]:
         """As `Scorer` has it."""
-        given = answers([prompt_of(row) for row in rows])
+        given = answers(first_turns(rows))
         for place, (answer, row) in enumerate(zip(given, rows, strict=True)):
-            self._ask(Key(self._life, EVALUATION, place), row, answer)
+            self._ask(Key(self._life, EVALUATION, place), row, answer.text)
         found = {one.place: one.reward for one in self._of_evaluation(len(rows))}
         return [found[place] for place in range(len(rows))]
 

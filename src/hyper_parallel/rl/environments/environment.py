@@ -1,4 +1,4 @@
-"""Environments: a task's prompt, and a text and a reward for each answer of the policy.
+"""Environments: a task's prompt, and a text or a message and a reward for each answer of the policy.
 
 An episode is `reset(task)`, then `step(answer)` until a turn is `done`. Its reward is the sum over its turns. The text
 of a turn is appended to the policy's answer; its tokens are not the policy's, and no objective trains them
@@ -22,7 +22,11 @@ class Turn:
     """What an environment gives for an answer."""
 
     text: str = ""
-    """Appended after the answer, when the episode goes on; the policy reads it and continues."""
+    """Appended after the answer, when the episode goes on; the policy reads it and continues. In a conversation it is
+    the content of a `user` message."""
+    message: Mapping[str, Any] | None = None
+    """In a conversation, in place of `text`: `{"role": "tool", "content": "..."}`, and what else the chat template
+    takes."""
     reward: float = 0.0
     done: bool = False
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from hyper_parallel.rl.environments.environment import Environment, load_environment
+from hyper_parallel.rl.environments.environment import Environment, Turn, load_environment
 from hyper_parallel.rl.rewards.worker import Handler, number_of
 
 
@@ -50,7 +51,26 @@ def _step(environment: Environment, answer: str) -> dict[str, Any]:
         return {"failed": f"the reward of a turn: {number['failed']}"}
     if not isinstance(turn.text, str):
         return {"failed": f"the text of a turn is {type(turn.text).__name__}, and a str is needed"}
-    return {"text": turn.text, "reward": number["value"], "done": bool(turn.done)}
+    if (wrong := _wrong(turn)) is not None:
+        return {"failed": f"the message of a turn {wrong}"}
+    message = None if turn.message is None else dict(turn.message)
+    return {"text": turn.text, "message": message, "reward": number["value"], "done": bool(turn.done)}
+
+
+def _wrong(turn: Turn) -> str | None:
+    """What is wrong with a turn's message."""
+    message = turn.message
+    if message is None:
+        return None
+    if turn.text:
+        return "stands beside a text; give one of them"
+    if not isinstance(message, Mapping) or not all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    ):
+        return "is none; it needs texts under 'role' and 'content'"
+    if message["role"] == "assistant":
+        return "has the role 'assistant', which is the policy's; give another"
+    return None
 
 
 def _restored(environment: Environment, history: dict[str, Any]) -> Environment | None:

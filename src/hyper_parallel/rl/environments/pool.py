@@ -155,5 +155,5 @@ def _reply(found: dict[str, Any], failed: str | None, seconds: float) -> Reply:
         return Reply(failed=failed, seconds=seconds)
     if "prompt" in found:
         return Reply(prompt=found["prompt"], seconds=seconds)
-    turn = Turn(text=found["text"], reward=found["reward"], done=found["done"])
+    turn = Turn(text=found["text"], message=found["message"], reward=found["reward"], done=found["done"])
     return Reply(turn=turn, seconds=seconds)

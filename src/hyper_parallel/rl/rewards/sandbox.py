@@ -1,6 +1,7 @@
 """A sandbox for programs that a model wrote: namespaces, resource limits and bounded output.
 
-`run` executes a Python program in an interpreter of its own (`sandbox_launcher`):
+`run` executes a Python program in a process of its own, a fork of an interpreter that has run none (`sandbox_launcher`,
+`sandbox_fork_server`):
 
 - no network, no view of other processes (network, PID, IPC and UTS namespaces), no privileges;
 - a file system of the Python installation, read-only, and an empty working folder in memory, which ends with it;
@@ -13,48 +14,27 @@ program that exploits a defect of the kernel escapes. docs/rl-rewards.md lists w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import marshal
 import os
 import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import CodeType
 from typing import Any, Literal
 
-from hyper_parallel.errors import ConfigError, LaunchError
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.rl.rewards.sandbox_fork_server import ForkServer, forked, no_start
 
 Isolation = Literal["required", "preferred", "none"]
 End = Literal["exit", "signal", "cpu time", "wall time", "output", "lost"]
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
-_GRACE_S = 5.0
-"""For a launcher without a PID namespace to kill its descendants."""
-
-_BOOT = """\
-import marshal, os
-def read(count):
-    found = b""
-    while len(found) < count:
-        part = os.read(0, count - len(found))
-        if not part:
-            os._exit(1)
-        found += part
-    return found
-code, settings, program = marshal.loads(read(int.from_bytes(read(8), "little")))
-names = {"__name__": "launcher"}
-exec(code, names)
-names["main"](settings, program)
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,27 +87,7 @@ def run(
     LaunchError when the machine cannot start the program, which says nothing about the program.
     """
     limits = limits or Limits()
-    start = time.monotonic()
-    status, theirs = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [_interpreter(), "-P", "-s", "-S", "-c", _BOOT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[theirs],
-            env={"PYTHONHASHSEED": "0"},
-            start_new_session=True,
-            bufsize=0,
-        )
-    except OSError as error:
-        os.close(status)
-        raise ConfigError(f"the sandbox cannot start {_interpreter()}: {error.strerror}; mend it") from error
-    finally:
-        os.close(theirs)
     settings: dict[str, Any] = {
-        "parent": os.getpid(),
-        "status": theirs,
         "isolate": isolation != "none",
         "required": isolation == "required",
         "temporary": tempfile.gettempdir(),
@@ -138,13 +98,17 @@ def run(
         "files": limits.open_files,
         "processes": limits.processes,
     }
-    message = marshal.dumps((_launcher(), settings, program.encode("utf-8", "replace").decode()))
-    reading = _Reading(process, status, limits.output_bytes)
+    message = marshal.dumps((settings, program.encode("utf-8", "replace").decode()))
+    reading = _Reading(limits.output_bytes)
     try:
-        ended = reading.go(len(message).to_bytes(8, "little") + message + stdin, start + limits.wall_s)
+        server = reading.begin()
+        start = time.monotonic()
+        try:
+            ended = reading.go(len(message).to_bytes(8, "little") + message + stdin, start + limits.wall_s)
+        finally:
+            server.end(gently="processes" in reading.missing)
     finally:
-        _end(process, private="processes" not in reading.missing)
-        os.close(status)
+        reading.close()
         if reading.folder:
             shutil.rmtree(reading.folder, ignore_errors=True)
     if reading.missing and isolation == "required":
@@ -155,10 +119,7 @@ def run(
     if reading.missing and isolation == "preferred":
         _warn_once(reading.missing)
     if ended is None and ["ready"] not in reading.report:
-        said = reading.output[1].decode(errors="replace").strip().splitlines() or ["no message"]
-        raise LaunchError(
-            f"the sandbox could not start a program: {said[-1][:200]}; free memory or processes"
-        )
+        raise no_start(reading.output[1].decode(errors="replace"))
     return _outcome(reading, ended, limits, time.monotonic() - start)
 
 
@@ -170,19 +131,40 @@ def check(isolation: Isolation = "preferred") -> None:
 class _Reading:
     """Feeds a program and reads its output, with bounds, until all pipes are closed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], status: int, most: int) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._input = process.stdin.fileno()
-        self._status = status
-        self._files = process.stdin, process.stdout, process.stderr
+    def __init__(self, most: int) -> None:
+        """`most`: bytes of an output."""
         self._most = most
-        self._read = {
-            process.stdout.fileno(): bytearray(),
-            process.stderr.fileno(): bytearray(),
-            status: bytearray(),
-        }
+        self._open: set[int] = set()
+        self._theirs: list[int] = []
+        theirs, self._input = self._pipe()
+        self._theirs = [theirs]
+        self._read: dict[int, bytearray] = {}
+        for _ in range(3):
+            own, theirs = self._pipe()
+            self._read[own] = bytearray()
+            self._theirs.append(theirs)
+        self._status = own
+
+    def begin(self) -> ForkServer:
+        """Fork a launcher with the other ends. Raises LaunchError, ConfigError."""
+        server = forked(self._theirs)
+        for descriptor in self._theirs:
+            self._close(descriptor)
+        return server
+
+    def close(self) -> None:
+        """Close what is open."""
+        for descriptor in list(self._open):
+            self._close(descriptor)
+
+    def _pipe(self) -> tuple[int, int]:
+        ends = os.pipe()
+        self._open.update(ends)
+        return ends
+
+    def _close(self, descriptor: int) -> None:
+        self._open.discard(descriptor)
+        os.close(descriptor)
 
     @property
     def output(self) -> tuple[bytes, bytes]:
@@ -225,7 +207,7 @@ class _Reading:
                         left = self._fed(left)
                         if not left:
                             selector.unregister(self._input)
-                            self._files[0].close()
+                            self._close(self._input)
                         continue
                     part = os.read(key.fd, 1 << 16)
                     self._read[key.fd] += part
@@ -244,22 +226,6 @@ class _Reading:
             return left
         except OSError:  # it closed its standard input, or ended
             return left[:0]
-
-
-def _end(process: subprocess.Popen[bytes], private: bool) -> None:
-    """Kill what is left and close the pipes. The launcher of a PID namespace takes the namespace with it."""
-    if not private:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-    # Its process group too: a launcher that was killed by its program, where both are in one PID namespace.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
-    for file in (process.stdin, process.stdout, process.stderr):
-        if file is not None:
-            file.close()
 
 
 def _outcome(reading: _Reading, ended: End | None, limits: Limits, wall_s: float) -> Outcome:
@@ -302,19 +268,6 @@ def _warn_once(missing: tuple[str, ...]) -> None:
 
 def _listed(words: tuple[str, ...]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-@cache
-def _launcher() -> CodeType:
-    """The launcher's code. Compiled once here, since an interpreter would compile a script at each start."""
-    path = Path(__file__).with_name("sandbox_launcher.py")
-    return compile(path.read_text(encoding="utf-8"), "launcher", "exec")
-
-
-@cache
-def _interpreter() -> str:
-    """The interpreter itself, and not a virtual environment's link to it: its packages are not for programs."""
-    return getattr(sys, "_base_executable", None) or sys.executable
 
 
 @cache

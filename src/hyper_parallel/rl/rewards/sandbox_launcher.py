@@ -1,8 +1,10 @@
 """The sandbox's inside: isolates itself with namespaces and limits, then runs one program.
 
-`sandbox.run` starts an interpreter that executes this module's code; nothing else imports it, and it imports nothing
-of HyperParallel. Three processes take part:
+An interpreter that `sandbox_fork_server` starts executes this module's code; nothing else imports it, and it imports
+nothing of HyperParallel. Four processes take part:
 
+- the fork server (`serve`) forks a launcher for each program, which reads what it shall run from its own standard
+  input: the server's memory holds nothing of any program;
 - the launcher makes the namespaces and the file system, and waits; the program cannot see it;
 - the first process of the PID namespace waits for the program; the kernel kills the whole namespace when it ends;
 - the program.
@@ -13,10 +15,16 @@ With a PID namespace the kernel ends every descendant, whatever session it is in
 
 from __future__ import annotations
 
+import _socket
+import atexit
 import ctypes
+import gc
+import marshal
 import os
 import resource
+import select
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # to import `typing` takes longer than to isolate
@@ -37,22 +45,141 @@ _PDEATHSIG, _DUMPABLE, _KEEPCAPS, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 8, 36, 38
 _DAC_READ_SEARCH = 1 << 2
 _CAPABILITY_VERSION = 0x20080522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "loongarch64": 41, "ppc64le": 203}
+_KEYCTL = {"x86_64": 250, "aarch64": 219, "riscv64": 219, "loongarch64": 219, "ppc64le": 271}
+_JOIN_SESSION = 1
 _NSFLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Flags of statvfs(3) to those of mount(2). A remount in a user namespace may not drop any of them."""
 _KILL, _TERM = 9, 15
+_GRACE_S = 5.0
+"""For a launcher without a PID namespace to kill its descendants."""
 _FIRST_UID = 0x60000000
 """Of user ids that no account has. Root's programs get one each, which bounds the number of processes of each."""
+
+_LOADED = (
+    "bisect",
+    "collections",
+    "functools",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "re",
+    "string",
+    "typing",
+)
+"""Modules that programs often import, which takes longer than to isolate them. A program has its own copy of each."""
 
 _libc: Any = None
 
 
-def main(settings: dict[str, Any], program: str) -> None:
-    """Run a program, and return or raise in its process only. `settings`: see `sandbox.run`."""
+def serve(control: int, parent: int) -> NoReturn:
+    """Fork launchers, one after another, until the other end of the socket `control` is closed or `parent` ends. Never
+    returns; raises in a launcher's process only.
+
+    `f` with four descriptors (the program's standard streams, and the launcher's reports) is answered by the process id
+    of a launcher, or the negative number of an error, in 8 bytes; then `k`, or `t` for one without a PID namespace,
+    ends it and all that it left, and is answered by the same byte.
+    """
     global _libc
     _libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform.startswith("linux"):
+        for name in ("capset", "mount", "prctl", "syscall", "umount2", "unshare"):
+            getattr(_libc, name)  # found here once, and not in each fork
+        _libc.prctl(_PDEATHSIG, _KILL)
+        _libc.prctl(_SUBREAPER, 1)
+        # A program of the same user, where there are no namespaces, cannot trace the server of those after it.
+        _libc.prctl(_DUMPABLE, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    channel, own = _socket.socket(fileno=control), os.getpid()
+    for name in _LOADED:
+        __import__(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to, and so copy, the pages of all that was made until now
+    launcher = 0
+    reply = b"r"
+    while True:
+        try:
+            channel.sendall(reply)
+            asked, files = _asked(channel)
+        except OSError:
+            asked, files = b"", []
+        if not asked:
+            os._exit(0)
+        reply = asked
+        if asked == b"f":
+            try:
+                launcher = os.fork()
+            except OSError as error:
+                launcher = -(error.errno or 1)
+            if launcher == 0:
+                channel.detach()
+                _begin(files, own)
+            for descriptor in files:
+                os.close(descriptor)
+            reply = launcher.to_bytes(8, "little", signed=True)
+        else:
+            _finish(launcher, gently=asked == b"t")
+
+
+def _asked(channel: _socket.socket) -> tuple[bytes, list[int]]:
+    """A request and its descriptors."""
+    size = 4
+    asked, given, _, _ = channel.recvmsg(1, _socket.CMSG_SPACE(4 * size))
+    data = b"".join(part for _, _, part in given)
+    return asked, [int.from_bytes(data[at : at + size], sys.byteorder) for at in range(0, len(data), size)]
+
+
+def _begin(files: list[int], parent: int) -> NoReturn:
+    """The launcher: its descriptors are the standard ones and its reports' (3), and no other."""
+    os.setsid()
+    for target, descriptor in enumerate(files):
+        os.dup2(descriptor, target, inheritable=target < 3)
+    os.closerange(4, 64)
+    settings, program = marshal.loads(_read(int.from_bytes(_read(8), "little")))
+    _main({**settings, "parent": parent, "status": 3}, program)
+
+
+def _read(count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        part = os.read(0, count - len(found))
+        if not part:
+            os._exit(1)
+        found += part
+    return found
+
+
+def _finish(launcher: int, gently: bool) -> None:
+    """End a launcher and all that it left."""
+    _kill(launcher, _TERM if gently else _KILL)
+    end = time.monotonic() + (_GRACE_S if gently else 0)
+    while not os.waitpid(launcher, os.WNOHANG)[0]:
+        if time.monotonic() >= end:
+            _kill(launcher)
+            os.waitpid(launcher, 0)
+            break
+        time.sleep(0.001)
+    if not sys.platform.startswith("linux"):
+        _kill(-launcher)
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:  # the usual case: nothing is left
+        return
+    _kill_descendants(None)
+
+
+def _main(settings: dict[str, Any], program: str) -> NoReturn:
+    """Run a program. `settings`: see `sandbox.run`."""
     linux = sys.platform.startswith("linux")
     if linux:
         _libc.prctl(_PDEATHSIG, _KILL)
+        _libc.prctl(
+            _DUMPABLE, 1
+        )  # else /proc/self belongs to root, and the maps of a user namespace are in it
+        # A keyring of its own: what the caller's session has, if any, programs would share.
+        _libc.syscall(_KEYCTL.get(os.uname().machine, -1), _JOIN_SESSION, None)
     if os.getppid() != settings["parent"]:
         os._exit(1)
     status: int = settings["status"]
@@ -238,21 +365,66 @@ def _limit(settings: dict[str, Any], others: int) -> None:
         resource.setrlimit(kind, pair)
 
 
-def _execute(program: str) -> None:
+def _execute(program: str) -> NoReturn:
     os.environ.clear()
     sys.argv = ["program.py"]
     names = sys.modules["__main__"].__dict__
     builtins = names["__builtins__"]
     names.clear()
     names.update({"__name__": "__main__", "__builtins__": builtins, "__doc__": None, "__spec__": None})
+    code = 0
     try:
         exec(compile(program, "program.py", "exec", dont_inherit=True), names)
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        code = _code(end.code)
     except BaseException as error:
         shown = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
         sys.excepthook(type(shown), shown, shown.__traceback__)
-        sys.exit(1)
+        code = 1
+    _leave(names, code)
+
+
+def _code(given: object) -> int:
+    """The exit code of `sys.exit(given)`, which writes a text."""
+    if given is None:
+        return 0
+    if isinstance(given, int):
+        return given & 0xFF
+    sys.stderr.write(f"{given}\n")
+    return 1
+
+
+def _leave(names: dict[str, Any], code: int) -> NoReturn:
+    """End as Python does (Py_FinalizeEx): wait for threads, call what `atexit` has, let go of what the program has, and
+    flush. The rest of the interpreter stays as it is: to take it apart would copy most of its memory from the server.
+    """
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        try:
+            threading._shutdown()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+    atexit._run_exitfuncs()
+    code = _flushed(code)
+    if len(sys._current_frames()) == 1:  # a daemon thread would go on without its names
+        for name in list(names):
+            if name != "__builtins__":
+                names[name] = None
+        gc.collect()
+        code = _flushed(code)
+    os._exit(code)
+
+
+def _flushed(code: int) -> int:
+    """The code, or Python's 120 where standard output cannot be written."""
+    for name in ("stdout", "__stdout__", "stderr", "__stderr__"):
+        stream = getattr(sys, name, None)
+        if stream is not None and not getattr(stream, "closed", False):
+            try:
+                stream.flush()
+            except BaseException:
+                code = 120 if "out" in name else code
+    return code
 
 
 def _wait(first: int, private: bool, user: int | None, status: int) -> NoReturn:
@@ -290,8 +462,6 @@ def _reap(child: int, status: int) -> NoReturn:
 
 def _ended(pipe: int) -> bool:
     """Whether the launcher has ended, and so closed its end: before this process asked to be killed with it."""
-    import select
-
     return bool(select.select([pipe], [], [], 0)[0])
 
 
@@ -324,9 +494,9 @@ def _kill_descendants(user: int | None) -> None:
             pass
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, signal: int = _KILL) -> None:
     try:  # noqa: SIM105 (to import contextlib takes longer than the rest)
-        os.kill(pid, _KILL)
+        os.kill(pid, signal)
     except OSError:
         pass
 

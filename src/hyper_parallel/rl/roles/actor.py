@@ -4,7 +4,8 @@ A batch of samples is trained in `minibatches` updates, each on whole groups:
 
 1. log-probabilities before the batch, where the objective needs them (`decoupled`, `truncated`)
 2. advantages from the rewards of the groups, and the critic's values with PPO
-3. for each update: forward and backward of each micro-batch, the gradient norm, clipping, the optimizer
+3. for each update: log-probabilities before it, where ratios are those of answers (`rl.ratio`); forward and backward of
+   each micro-batch, the gradient norm, clipping, the optimizer
 
 Every rank is given the whole batch and computes its share of rows, so that all of them know every count.
 """
@@ -30,6 +31,7 @@ from hyper_parallel.rl.roles.policy_model import ends_of
 from hyper_parallel.rl.roles.policy_objective import (
     MetricSums,
     PolicyTokens,
+    answer_objective,
     count_of,
     settings_of,
     weights_of,
@@ -87,8 +89,14 @@ class Actor:
         total: dict[str, float] = {}
         for first in range(0, len(samples), size):
             span = slice(first, first + size)
+            current = None
+            if rl.of_answers:
+                # Before the first update they are those of before the batch.
+                known = proximal[span] if proximal is not None and first == 0 else None
+                current = known or self.logprobs(samples[span])
             found = self._update(
                 samples[span],
+                current,
                 advantages[span],
                 proximal[span] if proximal is not None else None,
                 reference[span] if reference is not None else None,
@@ -172,6 +180,7 @@ class Actor:
     def _update(
         self,
         samples: Sequence[Sample],
+        current: Values | None,
         advantages: Values,
         proximal: Values | None,
         reference: Values | None,
@@ -200,9 +209,12 @@ class Actor:
                 reference=placed(one, reference),
                 sums=sums,
             )
-            return token_loss(
-                model, rows.input_ids, rows.labels, rows.position_ids, objective, micro_batches=len(micro)
-            )
+            ids, positions = rows.input_ids, rows.position_ids
+            logprobs = placed(one, current)
+            if logprobs is None:
+                return token_loss(model, ids, rows.labels, positions, objective, micro_batches=len(micro))
+            whole, value = answer_objective(objective, logprobs)
+            return token_loss(model, ids, rows.labels, positions, whole, micro_batches=len(micro)) + value
 
         total = self._accumulated(micro, loss)
         norm = self.handle.grad_norm()

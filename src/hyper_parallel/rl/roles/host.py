@@ -133,10 +133,10 @@ class RoleHost:
         assert self._rollout is not None
         return self._rollout.generate(new, passes)
 
-    def answer(self, prompts: Sequence[Any], temperature: float, seed: int) -> list[str]:
+    def answer(self, asked: Sequence[Prompted], temperature: float, seed: int) -> list[Sample]:
         """As `Rollout.answer`; the first rank gives them."""
         assert self._rollout is not None
-        found = self._rollout.answer(prompts, temperature=temperature, seed=seed)
+        found = self._rollout.answer(asked, temperature=temperature, seed=seed)
         return found if self._worker.rank == 0 else []
 
     def drop(self, tickets: Sequence[int]) -> None:

@@ -1,4 +1,11 @@
-"""The policy loss inside a model's forward pass: a `TokenObjective` of a micro-batch's rows."""
+"""The policy loss inside a model's forward pass: a `TokenObjective` of a micro-batch's rows.
+
+The forward pass computes a chunk of positions at a time, and a part of the loss L may need all tokens of an answer
+(`rl.ratio: answer`). Such a loss is differentiated first, at log-probabilities ℓ of a pass without gradients; the pass
+with gradients then needs its own position only (`answer_objective`):
+
+    Σ_t g_t (log p_t − sg(log p_t)) + L(ℓ)      g = ∂L/∂ℓ, sg: without a gradient
+"""
 
 from __future__ import annotations
 
@@ -8,10 +15,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hyper_parallel.config.rl import RLTraining
+from hyper_parallel.config.rl import Ratio, RLTraining
+from hyper_parallel.rl.losses import policy
 from hyper_parallel.rl.losses.policy import PolicyObjective, policy_terms
 from hyper_parallel.rl.losses.reductions import loss_count
 from hyper_parallel.rl.sample import Sample
+
+_RATIOS: dict[Ratio, policy.Ratio] = {
+    "token": "token",
+    "answer": "sequence_product",
+    "answer_mean": "sequence_mean",
+}
 
 
 def settings_of(rl: RLTraining) -> PolicyObjective:
@@ -19,6 +33,7 @@ def settings_of(rl: RLTraining) -> PolicyObjective:
     low, high = rl.clips
     return PolicyObjective(
         objective=rl.objective,
+        ratio=_RATIOS[rl.ratios],
         clip_low=low,
         clip_high=high,
         weight_cap=rl.truncate if rl.objective == "truncated" else None,
@@ -79,7 +94,7 @@ class MetricSums:
 
 @dataclass
 class PolicyTokens:
-    """Of the rows [B, S] of one micro-batch."""
+    """Of the rows [B, S] of one micro-batch; a part of their positions where ratios are those of tokens."""
 
     settings: PolicyObjective
     temperature: float
@@ -111,3 +126,31 @@ class PolicyTokens:
         )
         self.sums.add(metrics, logprobs_N, trained)
         return (terms * weights).sum()
+
+
+@dataclass(frozen=True)
+class GivenGradient:
+    """A loss of 0 with a gradient that is known for each position."""
+
+    temperature: float
+    gradient: Tensor
+    """fp32 [B, S]."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """As `TokenObjective` has them."""
+        return (self.gradient,)
+
+    def __call__(self, logprobs_N: Tensor, *inputs_N: Tensor) -> Tensor:
+        return (inputs_N[0] * (logprobs_N - logprobs_N.detach())).sum()
+
+
+def answer_objective(tokens: PolicyTokens, logprobs: Tensor) -> tuple[GivenGradient, Tensor]:
+    """(the objective of the pass with gradients, the zero-dim loss without one) of ratios of whole answers.
+
+    `logprobs`: fp32 [B, S], of the labels under the weights that are trained, of whole rows.
+    """
+    leaf = logprobs.detach().requires_grad_()
+    loss = tokens(leaf, *tokens.inputs)
+    [gradient] = torch.autograd.grad(loss, [leaf])
+    return GivenGradient(tokens.temperature, gradient), loss.detach()

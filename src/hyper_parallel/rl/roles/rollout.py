@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.config.generate import inference_settings
-from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
@@ -28,6 +28,7 @@ from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.running import Running
 from hyper_parallel.inference.workers.decide import DecideTogether
 from hyper_parallel.inference.workers.replica import Replica
+from hyper_parallel.rl.roles.conversation import tokens_behind
 from hyper_parallel.rl.roles.policy_model import ends_of
 from hyper_parallel.rl.sample import Prompted, Sample
 
@@ -44,6 +45,15 @@ class _Answer:
     drawn: list[bool] = field(default_factory=list)
     turn: int = 0
     """Tokens before the policy's last turn."""
+    turns: tuple[Mapping[str, Any], ...] = ()
+    """As `Sample` has them."""
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float], version: int, *, drawn: bool) -> None:
+        """Tokens behind those that it has."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+        self.drawn += [drawn] * len(tokens)
 
 
 class Rollout:
@@ -126,23 +136,26 @@ class Rollout:
 
     def answer(
         self,
-        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        asked: Sequence[Prompted],
         *,
         temperature: float,
         seed: int,
-    ) -> list[str]:
-        """One answer to each prompt, at once, beside those under way: of an evaluation. Every rank gives all of
-        them."""
+    ) -> list[Sample]:
+        """One answer to each prompt, or its next turn, at once, beside those under way: of an evaluation, which needs
+        no log-probabilities. Every rank gives all of them. Raises as `generate`."""
         sampling = self._settings.sampling().model_copy(
             update={"temperature": temperature, "logprobs": False}
         )
-        requests = [
-            Request(ids=tuple(self._ids(one)), sampling=sampling, seed=seed, row=row)
-            for row, one in enumerate(prompts)
-        ]
+        begun = [self._begun(one, sampling, seed) for one in asked]
+        requests = [_going_on(one) for one in begun]
         settings = Inference(**{**self._settings.model_dump(), "temperature": temperature, "logprobs": False})
-        found = dict(self._engine.run(requests, settings, self.tokenizer.decode))
-        return [found[row].text for row in range(len(prompts))]
+        found: dict[int, Sample] = {}
+        for number, completion in self._engine.run(requests, settings, self.tokenizer.decode):
+            one = begun[number]
+            new = completion.tokens[len(one.tokens) :]
+            one.add(new, [0.0] * len(new), self.version, drawn=True)
+            found[number] = self._sample(one, completion)
+        return [found[number] for number in range(len(asked))]
 
     def close(self) -> None:
         """Give up everything."""
@@ -150,29 +163,43 @@ class Rollout:
         self._engine.cache.close()
 
     def _take(self, asked: Prompted) -> None:
-        before = asked.before
-        ids = self._ids(asked.prompt) if before is None else list(before.prompt)
-        sampling = self._settings.sampling()
-        check_length(self._model_config, len(ids) + sampling.max_tokens)
-        request = Request(
-            ids=tuple(ids), sampling=sampling, seed=self._seed, row=asked.row, sample=asked.place
-        )
+        answer = self._begun(asked, self._settings.sampling(), self._seed)
         number, self._numbers = self._numbers, self._numbers + 1
-        answer = self._answers[number] = _Answer(asked, request)
-        if before is not None:
-            # The policy has at least one token to answer with.
-            room = sampling.max_tokens - 1 - len(before.tokens)
-            added = self.tokenizer.encode_raw([asked.appended])[0][: max(0, room)]
-            answer.tokens = [*before.tokens, *added]
-            answer.logprobs = [*before.logprobs, *[0.0] * len(added)]
-            answer.versions = [*before.versions, *[self.version] * len(added)]
-            answer.drawn = [*before.drawn, *[False] * len(added)]
-            answer.turn = len(answer.tokens)
-        if len(ids) > self._longest:
-            self._longest = len(ids)
+        self._answers[number] = answer
+        length = len(answer.request.ids)
+        if length > self._longest:
+            self._longest = length
             self._close()
         elif self._run is not None:
             self._run.submit(number, _going_on(answer))
+
+    def _begun(self, asked: Prompted, sampling: Sampling, seed: int) -> _Answer:
+        """An answer with the tokens that it has before its next turn."""
+        before = asked.before
+        ids = tuple(self._ids(asked.prompt)) if before is None else before.prompt
+        check_length(self._model_config, len(ids) + sampling.max_tokens)
+        request = Request(ids=ids, sampling=sampling, seed=seed, row=asked.row, sample=asked.place)
+        answer = _Answer(asked, request)
+        if before is not None:
+            answer.tokens, answer.logprobs = list(before.tokens), list(before.logprobs)
+            answer.versions, answer.drawn = list(before.versions), list(before.drawn)
+            # The policy has at least one token to answer with.
+            room = max(0, sampling.max_tokens - 1 - len(before.tokens))
+            added = self._appended(answer, before)[:room]
+            answer.add(added, [0.0] * len(added), self.version, drawn=False)
+            answer.turn = len(answer.tokens)
+        return answer
+
+    def _appended(self, answer: _Answer, before: Sample) -> list[int]:
+        """The tokens of what the environment says behind the turns of `before`."""
+        asked = answer.asked
+        if isinstance(asked.appended, str):
+            return self.tokenizer.encode_raw([asked.appended])[0]
+        assert not isinstance(asked.prompt, str), "messages answer conversations"
+        told = [*asked.prompt, *before.turns]
+        answer.turns = (*before.turns, {"role": "assistant", "content": before.text}, asked.appended)
+        last = before.tokens[-1] if before.ended else None
+        return tokens_behind(self.tokenizer, told, before.text, asked.appended, last)
 
     def _ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
@@ -200,14 +227,12 @@ class Rollout:
 
     def _taken(self, one: Running, token: int, logprob: float | None) -> None:
         assert logprob is not None, "asked for in the settings"
-        answer = self._answers[one.number]
-        answer.tokens.append(token)
-        answer.logprobs.append(logprob)
-        answer.versions.append(self.version)
-        answer.drawn.append(True)
+        self._answers[one.number].add([token], [logprob], self.version, drawn=True)
 
     def _ended(self, number: int, completion: Completion) -> Sample:
-        one = self._answers.pop(number)
+        return self._sample(self._answers.pop(number), completion)
+
+    def _sample(self, one: _Answer, completion: Completion) -> Sample:
         return Sample(
             ticket=one.asked.ticket,
             place=one.asked.place,
@@ -219,6 +244,7 @@ class Rollout:
             drawn=tuple(one.drawn),
             ended=completion.finish == "stop",
             text=self.tokenizer.decode(one.tokens[one.turn :]),
+            turns=one.turns,
         )
 
 
