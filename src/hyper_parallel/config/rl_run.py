@@ -73,6 +73,31 @@ class RLConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _some_take_turns(self) -> RLConfig:
+        if self.roles.sleep is not None and not self.takes_turns:
+            raise ValueError(
+                "'roles.sleep' is for roles with the same devices, and no two of these take turns; leave it out, or "
+                "give 'rollout' or 'reference' the actor's devices"
+            )
+        if (
+            self.roles.rollouts.spread.memory.device == "auto"
+            and self.roles.rollouts.placed == self.roles.actors.placed
+        ):
+            raise ValueError(
+                "'roles.rollout.strategy.memory.device: auto' takes what is free, and the actor trains on the same "
+                "devices; give a number of bytes"
+            )
+        return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the actor's devices have another role, beside PPO's critic."""
+        placed = self.roles.actors.placed
+        return self.roles.rollouts.placed == placed or bool(
+            self.rl.kl and self.roles.references.placed == placed
+        )
+
     @property
     def shares_model(self) -> bool:
         """Whether the rollout generates with the actor's own model: on the same devices, with the same axes."""
