@@ -50,12 +50,14 @@ class RoleHost:
             model = trained_policy(config, tokenizer, config.roles.actor.strategy, worker.device)
             actor = self._actor = Actor(config, model, tokenizer, worker.device, critic="critic" in roles)
             self._checkpoints = ActorCheckpoints(config, actor)
-            turns: tuple[Turn, ...] = ("train", "send", "generate") if shares else ("train", "send")
+            turns: list[Turn] = ["train", "send"]
+            others: list[Turn] = []
+            (turns if shares else others).append("generate")
             self._memory.add(
                 "actor",
                 lambda: local_tensors(actor.model).values(),
                 needed=turns,
-                leaves=() if shares else ("generate",),
+                leaves=others,
             )
             self._memory.add("optimizer", actor.update_state, needed={"train"}, leaves={"generate"})
         if "reference" in roles:
