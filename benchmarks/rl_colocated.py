@@ -3,7 +3,7 @@
 GRPO with a reference (KL) on examples/rl/grpo-sort.yaml, with its policy and with one of 25 million parameters, without
 warm-up and evaluation, synchronous:
 
-    stays           one worker with two threads generates, scores and trains in turn; everything stays in memory
+    stays           one worker with --threads generates, scores and trains in turn; everything stays in memory
     sleeps, host    the same with roles.sleep.host: the same memory on a CPU, so that only the moves cost
     sleeps, flash   the same with roles.sleep.flash
     apart           the rollout in a worker of its own, one thread each
@@ -34,7 +34,7 @@ from hyper_parallel.rl.controller.run import run
 
 NAME, FIRST, SAMPLE_S = "rl_colocated", 1, 0.02
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
-TOGETHER = ("roles.rollout.devices=0", "launch.threads=2")
+TOGETHER = ("roles.rollout.devices=0", "launch.threads={threads}")
 CASES: dict[str, tuple[str, ...]] = {
     "stays": TOGETHER,
     "sleeps, host": (*TOGETHER, "roles.sleep.host=8GiB"),
@@ -81,14 +81,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2, help="of the one worker of colocated roles")
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     given = parser.parse_args()
     found: dict[str, dict[str, list[dict[str, float]]]] = {
-        model: {case: [] for case in CASES} for model in MODELS
+        model: {case: [] for case in CASES} for model in given.models
     }
     for number in range(given.rounds):
-        for model, sizes in MODELS.items():
+        for model in given.models:
             for case, overrides in CASES.items():
-                got = measured([*COMMON, *sizes, *overrides, f"rl.steps={given.steps}", f"seed={number}"])
+                own = [*COMMON, *MODELS[model], *overrides, f"rl.steps={given.steps}", f"seed={number}"]
+                got = measured(own, given.threads)
                 found[model][case].append(got)
                 print(number, model, case, {name: round(value, 3) for name, value in got.items()}, flush=True)
     table = {
@@ -98,14 +101,24 @@ def main() -> int:
         }
         for model, cases in found.items()
     }
-    write(NAME, {"steps": given.steps, "rounds": given.rounds, "median": table, "all": found})
+    write(
+        NAME,
+        {
+            "steps": given.steps,
+            "rounds": given.rounds,
+            "threads": given.threads,
+            "median": table,
+            "all": found,
+        },
+    )
     return 0
 
 
-def measured(overrides: list[str]) -> dict[str, float]:
+def measured(overrides: list[str], threads: int) -> dict[str, float]:
     """Medians over the steps of one run."""
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
-        config = load_rl(EXAMPLE, [*(one.format(folder=folder) for one in overrides), f"out={folder}/run"])
+        own = [one.format(folder=folder, threads=threads) for one in overrides]
+        config = load_rl(EXAMPLE, [*own, f"out={folder}/run"])
         engines: list[WatchedEngine] = []
 
         def engine() -> WatchedEngine:

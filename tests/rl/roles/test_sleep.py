@@ -100,7 +100,7 @@ def host_of(tmp_path: Path) -> Iterator[Any]:
     made = []
 
     def make(sleep: Any, **sections: Any) -> RoleHost:
-        roles = {"rollout": {"page": 32, "batch": 64}, "sleep": sleep, **sections.pop("roles", {})}
+        roles = {"rollout": {"page": 32, "batch": 32}, "sleep": sleep, **sections.pop("roles", {})}
         config = rl_config(tmp_path / "run", roles=roles, **sections)
         (plan,) = groups_of(config)
         worker = Worker(0, 0, 1, 1, CPU, backend("cpu"))
@@ -125,7 +125,7 @@ def test_what_is_live_in_each_turn(host_of: Any, tmp_path: Path, monkeypatch: py
         "model": {"config": LARGE},
         "rl": {"kl": 0.1, "algorithm": "ppo", "max_tokens": 16},
     }
-    prompts = [Prompted(ticket=row, place=0, row=row, prompt=f"{row:03d}=") for row in range(64)]
+    prompts = [Prompted(ticket=row, place=0, row=row, prompt=f"{row:03d}=") for row in range(32)]
     seen: dict[str, dict[str, int]] = {}
     metrics: dict[str, dict[str, float]] = {}
     for name, sleep in (("without", None), ("with", {"flash": str(tmp_path / "flash")})):
