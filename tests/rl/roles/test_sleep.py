@@ -153,7 +153,8 @@ def test_what_is_live_in_each_turn(host_of: Any, tmp_path: Path, monkeypatch: py
         metrics[name] = host.train(samples, host.score(samples))
         monkeypatch.undo()
         del host, actor, train, watched
-    # The reference is as large as the policy. Two moments of the policy and of the critic, the critic, and the reference: six times the policy, about.
+    # Two moments of the policy and of the critic, the critic, and the reference, which is as large as the policy: six
+    # times the policy, about.
     small = 0.03 * policy
     for turn in ("generate", "again"):
         assert seen["without"][turn] - seen["with"][turn] >= 6 * policy - small
