@@ -141,6 +141,15 @@ def expected_weights(config: RLConfig) -> dict[str, Tensor]:
 
 def saved_weights(checkpoint: str) -> dict[str, Tensor]:
     """The parameters in a checkpoint, whole."""
+    return {
+        name.removeprefix("model."): value
+        for name, value in saved_tensors(checkpoint).items()
+        if name.startswith("model.")
+    }
+
+
+def saved_tensors(checkpoint: str) -> dict[str, Tensor]:
+    """All tensors in a checkpoint, whole: the optimizer's and the critic's, too."""
     from hyper_parallel.checkpoint.reader import read
     from hyper_parallel.checkpoint.shard import Piece
     from hyper_parallel.layout import Layout, Mesh
@@ -152,11 +161,7 @@ def saved_weights(checkpoint: str) -> dict[str, Tensor]:
         for name, one in found.tensors.items()
     }
     read(Path(checkpoint), pieces, rank=0)
-    return {
-        name.removeprefix("model."): piece.local
-        for name, piece in pieces.items()
-        if name.startswith("model.")
-    }
+    return {name: piece.local for name, piece in pieces.items()}
 
 
 def _copy(source: Any, target: Any) -> None:

@@ -6,8 +6,10 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from hyper_parallel.config.generate import GenerationStrategy
+from hyper_parallel.config.generate import GenerationStrategy, check_strategy
 from hyper_parallel.strategy import Axes, Strategy
+from hyper_parallel.strategy.generation_memory import TIERS
+from hyper_parallel.strategy.memory import Bytes, Memory
 from hyper_parallel.strategy.section import PathText, Section
 
 Devices = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
@@ -65,6 +67,10 @@ class RoleConfig(Section):
         return self.devices
 
 
+_OF_A_GRAPH = ("device", "host", "pool", "flash", "update", "cluster", "expert_load")
+"""Keys of `strategy.memory` that only a captured step honours."""
+
+
 def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
     """Raise ValueError for a strategy that no training or scoring role runs under."""
     axes = strategy.axes
@@ -78,6 +84,13 @@ def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
         raise ValueError(
             f"the axes multiply to {strategy.world}, and the devices are {len(devices)}; make them equal"
         )
+    memory, plain = strategy.memory, Memory()
+    for key in _OF_A_GRAPH:
+        if getattr(memory, key) != getattr(plain, key):
+            raise ValueError(
+                f"'memory.{key}' is of the graph of a training step, and a role runs without one; leave it out "
+                "(for roles that take turns: roles.sleep; for activations: memory.recompute)"
+            )
 
 
 class TrainedRole(RoleConfig):
@@ -124,7 +137,8 @@ class RolloutRole(RoleConfig):
 
     strategy: GenerationStrategy | None = None  # type: ignore[assignment]
     """How one copy of the model is spread; as many copies run as the devices hold, each for itself. Default: on the
-    actor's devices with its axes, else on one device each."""
+    actor's devices with its axes, else on one device each. Its `memory.device` bounds the bytes of weights, KV cache
+    and passes; answers for which there is no memory wait."""
     batch: Annotated[int, Field(ge=1, strict=True)] = 64
     """Answers that a copy generates at once, at most."""
     page: Annotated[int, Field(ge=16, multiple_of=16, strict=True)] = 32
@@ -142,6 +156,12 @@ class RolloutRole(RoleConfig):
             return self
         if self.strategy.axes.context > 1:
             raise ValueError("'axes.context' is for long prompts of `generate`; leave it out of a rollout")
+        check_strategy(self.strategy)
+        if tier := next((one for one in TIERS if getattr(self.strategy.memory, one) is not None), None):
+            raise ValueError(
+                f"'memory.{tier}' is for weights that stay the same, and a rollout's change with every update; leave "
+                "it out (without memory for more pages, answers wait)"
+            )
         if self.devices is not None and len(self.devices) % self.strategy.world:
             raise ValueError(
                 f"a copy needs {self.strategy.world} devices, which does not divide the {len(self.devices)} named"
@@ -160,6 +180,21 @@ class WeightsConfig(Section):
     """The most bytes of one message."""
 
 
+class SleepConfig(Section):
+    """Where what roles that take turns on the same devices do not need goes, in the turns of the others."""
+
+    host: Bytes | None = None
+    """Host memory of each worker, at most. On a CPU this is the memory of the device, too: nothing is gained there."""
+    flash: str | None = None
+    """A folder on a fast disk, for what `host` has no room for. The files in it are removed when the run ends."""
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> SleepConfig:
+        if self.host is None and self.flash is None:
+            raise ValueError("set 'host' to a number of bytes, or 'flash' to a folder on a fast disk")
+        return self
+
+
 class Roles(Section):
     """The roles of a run. Those that are left out have the devices of the actor."""
 
@@ -173,6 +208,11 @@ class Roles(Section):
     """A model that scores answers, with `task.reward: model`."""
     weights: WeightsConfig = WeightsConfig()
     """How weights travel to the rollout (docs/rl-weights.md)."""
+    sleep: SleepConfig | None = None
+    """Offload what a role needs in its own turn only, where roles have the same devices: while answers are generated
+    the optimizer, the critic, the reference, and the actor's weights where the rollout has its own; while the actor
+    trains the KV cache, the reference and the rollout's own weights (the sleep mode of vLLM, `param_offload` and
+    `optimizer_offload` of verl). Default: everything stays."""
     engine: Literal["local", "ray"] = "local"
     """Who starts the workers: this command on this machine, or Ray (an extra) on one or more (docs/roles.md)."""
     address: str | None = None

@@ -14,7 +14,7 @@ from hyper_parallel.config.launched import Wording
 from hyper_parallel.config.load import load_file
 from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.rl import RLTraining
-from hyper_parallel.config.rl_roles import Roles
+from hyper_parallel.config.rl_roles import RoleConfig, Roles
 from hyper_parallel.config.rl_task import RLEvalConfig, TaskConfig, WarmupConfig
 from hyper_parallel.config.run import Tracker
 from hyper_parallel.strategy.section import PathText, Section
@@ -91,6 +91,34 @@ class RLConfig(Section):
                 "'warmup.until' is a share of right answers, and a reward model gives scores; set 'warmup.steps' alone"
             )
         return self
+
+    @model_validator(mode="after")
+    def _some_take_turns(self) -> RLConfig:
+        if self.roles.sleep is not None and not self.takes_turns:
+            raise ValueError(
+                "'roles.sleep' is for roles with the same devices, and no two of these take turns; leave it out, or "
+                "give 'rollout' or 'reference' the actor's devices"
+            )
+        if (
+            self.roles.rollouts.spread.memory.device == "auto"
+            and self.roles.rollouts.placed == self.roles.actors.placed
+        ):
+            raise ValueError(
+                "'roles.rollout.strategy.memory.device: auto' takes what is free, and the actor trains on the same "
+                "devices; give a number of bytes"
+            )
+        return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the actor's devices have another role, beside PPO's critic."""
+        roles, placed = self.roles, self.roles.actors.placed
+        others: list[RoleConfig] = [roles.rollouts]
+        if self.rl.kl:
+            others.append(roles.references)
+        if roles.rewards is not None:
+            others.append(roles.rewards)
+        return any(one.placed == placed for one in others)
 
     @property
     def shares_model(self) -> bool:

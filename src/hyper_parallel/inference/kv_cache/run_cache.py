@@ -63,6 +63,8 @@ class RunCache:
         self._for_pins = False
         """Whether the cache outlives runs for the sake of these alone."""
         self._open: tuple[PagedCache, PagePool, KVMemory] | None = None
+        self._separate: list[PagedCache] = []
+        """Of the runs under way that have their own."""
         self._weights: object = None
         self._busy = 0
         self._report = CacheReport()
@@ -94,6 +96,12 @@ class RunCache:
         found = self._report if self._open is None else self._open[2].report()
         pinned = 0 if self._open is None else self._open[1].pinned
         return replace(found, shared=self._shared(), pinned=pinned)
+
+    @property
+    def resident(self) -> int:
+        """Bytes on the device: of the runs under way, and of the cache that outlives them."""
+        opened = [] if self._open is None else [self._open[0]]
+        return sum(one.bytes for one in (*self._separate, *opened))
 
     @property
     def pinned(self) -> int:
@@ -192,14 +200,20 @@ class RunCache:
             self._shared = lambda: scheduler.shared
             most = self._check(requests, pages)
             scheduler.waiting.extend(enumerate(requests))
+            sizes = KVCacheSizes(device=pages, staging=most * self.stored)
+            cache = self.fresh(sizes, keep=self.spare)
             self._busy += 1
+            self._separate.append(cache)
             try:
-                sizes = KVCacheSizes(device=pages, staging=most * self.stored)
-                cache = self.fresh(sizes, keep=self.spare)
                 scheduler.tails.copy = cache.copy_page
                 yield cache, scheduler
             finally:
                 self._busy -= 1
+                self._separate = [one for one in self._separate if one is not cache]
+                # The pages go now, and not with the scheduler, of which a figure is still asked for.
+                cache.clear()
+                shared = scheduler.shared
+                self._shared = lambda: shared
             return
         self.check_idle()
         cache, pool, memory = self._opened()

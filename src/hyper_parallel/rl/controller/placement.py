@@ -79,7 +79,7 @@ def launch_of(config: RLConfig, plan: GroupPlan, workers: int, host: str = HOST)
 
 
 def _axes_of(strategy: Strategy) -> Strategy:
-    """The axes alone, as `Strategy` has them: a rollout's memory is not a training step's."""
+    """The axes alone, as `Strategy` has them, for the launch; a rollout's memory is the role's own to keep to."""
     return Strategy(axes=strategy.axes)
 
 

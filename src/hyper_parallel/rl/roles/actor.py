@@ -142,6 +142,16 @@ class Actor:
         """Log-probabilities of each sample's tokens under the weights as they are, on every rank."""
         return logprobs_of(self.model, samples, self._config, self._device)
 
+    def update_state(self) -> list[Tensor]:
+        """What only updates need: the optimizers' tensors, and the critic with its own."""
+        found = [*self.optimizer.tensors().values()]
+        if self._warmup is not None:
+            found += self._warmup.tensors().values()
+        if self.critic is not None:
+            found += [one.local for one in self.critic.handle.owned()]
+            found += self.critic.optimizer.tensors().values()
+        return found
+
     def pieces(self) -> dict[str, Piece]:
         """What a checkpoint has beside the model's parameters."""
         found = dict(self.optimizer.pieces())

@@ -21,9 +21,10 @@ from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
 from hyper_parallel.rl.roles.reward_model import RewardModel
 from hyper_parallel.rl.roles.rollout import Rollout
 from hyper_parallel.rl.roles.rollout_model import rollout_model
+from hyper_parallel.rl.roles.sleep import RoleMemory, Turn
 from hyper_parallel.rl.roles.weight_links import WeightLinks
 from hyper_parallel.rl.sample import Prompted, Sample
-from hyper_parallel.rl.weights.local_parameters import describe
+from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
 from hyper_parallel.shard import load_weights
 
 
@@ -45,24 +46,63 @@ class RoleHost:
         self._reference: Any = None
         self._reward: RewardModel | None = None
         self._checkpoints: ActorCheckpoints | None = None
+        self._in_turns = "actor" in roles and bool(roles & {"rollout", "reference", "reward"})
+        self._memory = RoleMemory(config.roles.sleep if self._in_turns else None, worker.device)
+        shares = "rollout" in roles and config.shares_model
         if "actor" in roles:
             model = trained_policy(config, tokenizer, config.roles.actor.strategy, worker.device)
-            self._actor = Actor(config, model, tokenizer, worker.device, critic="critic" in roles)
-            self._checkpoints = ActorCheckpoints(config, self._actor)
+            actor = self._actor = Actor(config, model, tokenizer, worker.device, critic="critic" in roles)
+            self._checkpoints = ActorCheckpoints(config, actor)
+            turns: list[Turn] = ["train", "send"]
+            others: list[Turn] = []
+            (turns if shares else others).append("generate")
+            self._memory.add(
+                "actor",
+                lambda: local_tensors(actor.model).values(),
+                needed=turns,
+                leaves=others,
+            )
+            self._memory.add("optimizer", actor.update_state, needed={"train"}, leaves={"generate"})
         if "reference" in roles:
             strategy = config.roles.references.strategy
             self._reference = trained_policy(config, tokenizer, strategy, worker.device).requires_grad_(False)
+            self._memory.add(
+                "reference",
+                lambda: local_tensors(self._reference).values(),
+                needed={"score"},
+                leaves={"generate", "train"},
+                constant=True,
+            )
         if "reward" in roles:
             role = config.roles.rewards
             assert role is not None, "a group has the roles of the run"
             self._reward = RewardModel(role, worker.device)
+            reward = self._reward
+            self._memory.add(
+                "reward",
+                lambda: local_tensors(reward.model).values(),
+                needed={"generate"},
+                leaves={"score", "train", "send"},
+                constant=True,
+            )
+        # Before a rollout takes memory.
+        self._memory.turn("generate")
         if "rollout" in roles:
             model = (
                 self._actor.model
-                if self._actor is not None and config.shares_model
+                if self._actor is not None and shares
                 else rollout_model(config, tokenizer, worker.device)
             )
-            self._rollout = Rollout(config, model, tokenizer)
+            rollout = self._rollout = Rollout(config, model, tokenizer)
+            self._memory.add_cache(rollout.release, lambda: rollout.cache_bytes)
+            if not shares:
+                self._memory.add(
+                    "rollout",
+                    lambda: local_tensors(rollout.model).values(),
+                    needed={"generate"},
+                    leaves={"train", "score", "send"},
+                    replaced=True,
+                )
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -70,22 +110,28 @@ class RoleHost:
             self._rollout.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
+        self._memory.close()
 
     # The actor.
 
     def train(self, samples: Sequence[Sample], reference: list[list[float]] | None) -> dict[str, float]:
         """Train on a batch; what came of it."""
         assert self._actor is not None
-        return self._actor.train(samples, reference)
+        self._memory.turn("train")
+        found = self._actor.train(samples, reference)
+        self._memory.look("train")
+        return found | self._memory.metrics()
 
     def warm_up(self, batches: Sequence[Sequence[tuple[str, str]]]) -> list[float]:
         """A supervised step on each batch of prompts and answers; the losses."""
         assert self._actor is not None
+        self._memory.turn("train")
         return [self._actor.warm_up(one) for one in batches]
 
     def warmed_up(self) -> None:
         """The supervised steps are over."""
         assert self._actor is not None
+        self._memory.turn("train")
         self._actor.warmed_up()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -112,17 +158,24 @@ class RoleHost:
 
     def score(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Log-probabilities of each sample's tokens under the reference."""
-        return logprobs_of(self._reference, samples, self._config, self._worker.device)
+        self._memory.turn("score")
+        found = logprobs_of(self._reference, samples, self._config, self._worker.device)
+        if self._in_turns:
+            self._memory.look("score")
+        return found
 
     def load_reference(self, folder: str) -> None:
         """The reference is the model of a Transformers folder."""
+        self._memory.turn("score")
         load_weights(self._reference, folder, self._worker.device)
+        self._memory.changed("reference")
 
     # The reward model.
 
     def reward(self, groups: Sequence[Sequence[tuple[Prompt, str]]]) -> list[list[float | None]]:
         """As `RewardModel.scores`; the first rank gives them."""
         assert self._reward is not None
+        self._memory.turn("generate")
         found = self._reward.scores(groups)
         return found if self._worker.rank == 0 else []
 
@@ -131,11 +184,16 @@ class RoleHost:
     def generate(self, new: Sequence[Prompted], passes: int) -> list[Sample]:
         """As `Rollout.generate`."""
         assert self._rollout is not None
-        return self._rollout.generate(new, passes)
+        self._awake()
+        found = self._rollout.generate(new, passes)
+        if self._in_turns:
+            self._memory.look("generate")
+        return found
 
     def answer(self, asked: Sequence[Prompted], temperature: float, seed: int) -> list[Sample]:
         """As `Rollout.answer`; the first rank gives them."""
         assert self._rollout is not None
+        self._awake()
         found = self._rollout.answer(asked, temperature=temperature, seed=seed)
         return found if self._worker.rank == 0 else []
 
@@ -192,6 +250,7 @@ class RoleHost:
     def begin_send(self, link: str, version: int) -> str | None:
         """Copy the weights, and begin to send them. What is wrong with the link, None where nothing is: a link that
         failed must not take the answer of the list with it."""
+        self._memory.turn("send")
         return _tried(lambda: self._links[link].begin_send(version))
 
     def finish_send(self, link: str) -> str | None:
@@ -218,14 +277,22 @@ class RoleHost:
 
     def exchange(self, link: str, version: int) -> None:
         """Of a group with both roles: copy the actor's weights to the rollout."""
+        self._memory.turn("send")
         self._links[link].exchange(version)
+        self._memory.turn("generate")
         self._links[link].install(version)
+        self._memory.changed("rollout")
         self.renewed(version)
 
     def renewed(self, version: int) -> None:
         """The rollout's weights are those of `version`."""
         if self._rollout is not None:
             self._rollout.renewed(version)
+
+    def _awake(self) -> None:
+        """The rollout's turn."""
+        self._memory.turn("generate")
+        self._memory.check("rollout")
 
     def _has(self, role: str) -> bool:
         return {"rollout": self._rollout, "reference": self._reference}.get(role) is not None

@@ -8,10 +8,11 @@ the new weights. So the log-probability of every token is that of its version, g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyper_parallel.config.generate import inference_settings
@@ -20,17 +21,21 @@ from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
 from hyper_parallel.data.document import Chat
+from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference.agreement import Agreement
+from hyper_parallel.inference.budget.memory_budget import MemoryBudget
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.model_support import check_length, check_model, prove
 from hyper_parallel.inference.open_run import OpenRun
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.running import Running
+from hyper_parallel.inference.weights.source import ModelSource
 from hyper_parallel.inference.workers.decide import DecideTogether
 from hyper_parallel.inference.workers.replica import Replica
 from hyper_parallel.rl.roles.conversation import tokens_behind
 from hyper_parallel.rl.roles.policy_model import ends_of
 from hyper_parallel.rl.sample import Prompted, Sample
+from hyper_parallel.strategy.generation_memory import GenerationMemory
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Rollout:
         self._engine.cache.agreement = Agreement(self._replica.group, device)
         if self._replica.group is not None:
             self._engine.decide = DecideTogether(self._replica.group, self._replica.leads)
-        prove(self._engine, self._model_config)
+        self._budget = self._proved(role.spread.memory, device)
         self._settings = inference_settings(
             {
                 "max_tokens": rl.max_tokens,
@@ -102,9 +107,10 @@ class Rollout:
             self._take(one)
         if not self._answers:
             return []
+        run = self._opened_run()  # under a budget it measures passes of made-up requests first
         self._engine.taken = self._taken
         try:
-            ended = self._opened_run().advance(passes)
+            ended = run.advance(passes)
         finally:
             self._engine.taken = lambda one, token, logprob: None
         found = [self._ended(number, answer) for number, answer in ended]
@@ -150,17 +156,48 @@ class Rollout:
         requests = [_going_on(one) for one in begun]
         settings = Inference(**{**self._settings.model_dump(), "temperature": temperature, "logprobs": False})
         found: dict[int, Sample] = {}
-        for number, completion in self._engine.run(requests, settings, self.tokenizer.decode):
-            one = begun[number]
-            new = completion.tokens[len(one.tokens) :]
-            one.add(new, [0.0] * len(new), self.version, drawn=True)
-            found[number] = self._sample(one, completion)
+        if self._budget is not None:
+            self._close()  # of its memory only one run at a time has pages
+        with _worded():
+            for number, completion in self._engine.run(requests, settings, self.tokenizer.decode):
+                one = begun[number]
+                new = completion.tokens[len(one.tokens) :]
+                one.add(new, [0.0] * len(new), self.version, drawn=True)
+                found[number] = self._sample(one, completion)
         return [found[number] for number in range(len(asked))]
+
+    def release(self) -> None:
+        """Give the memory of the KV cache back. Answers under way go on as under new weights."""
+        self._close()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the KV cache now."""
+        return self._engine.cache.resident
 
     def close(self) -> None:
         """Give up everything."""
         self.give_up()
         self._engine.cache.close()
+        if self._budget is not None:
+            self._budget.close()
+
+    def _proved(self, memory: GenerationMemory, device: torch.device) -> MemoryBudget | None:
+        """Compare the engine with the model, within a budget where there is one; runs of the engine keep to it then."""
+        if memory.device is None:
+            prove(self._engine, self._model_config)
+            return None
+        budget = MemoryBudget(
+            self.model,
+            ModelSource(self.model),
+            memory,
+            device,
+            restore=True,
+            agreement=self._engine.cache.agreement,
+        )
+        with _worded():
+            budget.prove(self._engine, lambda: prove(self._engine, self._model_config))
+        return budget
 
     def _take(self, asked: Prompted) -> None:
         answer = self._begun(asked, self._settings.sampling(), self._seed)
@@ -212,9 +249,10 @@ class Rollout:
         if self._run is None:
             longest = Request(ids=(0,) * self._longest, sampling=self._settings.sampling())
             like = [longest] * self._settings.batch
-            self._run = self._opened.enter_context(
-                self._engine.open_run(like, self._settings, self.tokenizer.decode)
-            )
+            with _worded():
+                self._run = self._opened.enter_context(
+                    self._engine.open_run(like, self._settings, self.tokenizer.decode)
+                )
             for number, one in self._answers.items():
                 self._run.submit(number, _going_on(one))
         return self._run
@@ -246,6 +284,27 @@ class Rollout:
             text=self.tokenizer.decode(one.tokens[one.turn :]),
             turns=one.turns,
         )
+
+
+@contextlib.contextmanager
+def _worded() -> Iterator[None]:
+    """Inside, errors of a budget name the keys of this file."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error).removesuffix(_TIERS)
+        for other, own in _KEYS.items():
+            text = text.replace(other, own)
+        raise type(error)(text) from error
+
+
+_TIERS = ", or set memory.host, pool or flash, so that weights can leave the device"
+"""Advice that is not for a rollout, whose weights change."""
+_KEYS = {
+    "memory.device": "roles.rollout.strategy.memory.device",
+    "inference.max_tokens": "rl.max_tokens",
+    "inference.page": "roles.rollout.page",
+}
 
 
 def _going_on(one: _Answer) -> Request:

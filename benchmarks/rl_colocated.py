@@ -1,0 +1,171 @@
+"""Colocated roles that sleep, that stay, and roles apart: python benchmarks/rl_colocated.py [--rounds N] [--steps N]
+
+GRPO with a reference (KL) on examples/rl/grpo-sort.yaml, with its policy and with one of 25 million parameters, without
+warm-up and evaluation, synchronous:
+
+    stays           one worker with --threads generates, scores and trains in turn; everything stays in memory
+    sleeps, host    the same with roles.sleep.host: the same memory on a CPU, so that only the moves cost
+    sleeps, flash   the same with roles.sleep.flash
+    apart           the rollout in a worker of its own, one thread each
+
+interleaved, round after round. In each: seconds of a step after the first one; bytes of models, optimizer and KV cache
+in each turn and bytes that moved in a step, as the run's metrics have them; and the resident memory of all workers
+together, sampled from /proc every 20 ms. Writes benchmarks/results/rl_colocated.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from measure import write
+
+from hyper_parallel.config.rl_run import load_rl
+from hyper_parallel.launch.roles.local import LocalEngine
+from hyper_parallel.rl.controller.run import run
+
+NAME, FIRST, SAMPLE_S = "rl_colocated", 1, 0.02
+EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
+TOGETHER = ("roles.rollout.devices=0", "launch.threads={threads}")
+CASES: dict[str, tuple[str, ...]] = {
+    "stays": TOGETHER,
+    "sleeps, host": (*TOGETHER, "roles.sleep.host=8GiB"),
+    "sleeps, flash": (*TOGETHER, "roles.sleep.flash={folder}/flash"),
+    "apart": ("roles.rollout.devices=1", "launch.threads=1"),
+}
+MODELS: dict[str, tuple[str, ...]] = {
+    "110 thousand": (),
+    "25 million": (
+        "model.config.hidden_size=512",
+        "model.config.intermediate_size=2048",
+        "model.config.num_hidden_layers=6",
+        "model.config.num_attention_heads=8",
+        "model.config.num_key_value_heads=8",
+        "rl.prompts=8",
+        "roles.rollout.batch=64",
+    ),
+}
+COMMON = (
+    "rl.kl=0.01",
+    "rl.staleness=0",
+    "trackers=[]",
+    "warmup=null",
+    "eval.prompts=1",
+    "checkpoint.every=0",
+)
+
+
+class WatchedEngine(LocalEngine):
+    """Knows its workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[Any] = []
+
+    def start(self, config: Any, *, timeout_s: float) -> Any:
+        group = super().start(config, timeout_s=timeout_s)
+        self.groups.append(group)
+        return group
+
+
+def main() -> int:
+    """The rounds, and the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2, help="of the one worker of colocated roles")
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    given = parser.parse_args()
+    found: dict[str, dict[str, list[dict[str, float]]]] = {
+        model: {case: [] for case in CASES} for model in given.models
+    }
+    for number in range(given.rounds):
+        for model in given.models:
+            for case, overrides in CASES.items():
+                own = [*COMMON, *MODELS[model], *overrides, f"rl.steps={given.steps}", f"seed={number}"]
+                got = measured(own, given.threads)
+                found[model][case].append(got)
+                print(number, model, case, {name: round(value, 3) for name, value in got.items()}, flush=True)
+    table = {
+        model: {
+            case: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+            for case, rounds in cases.items()
+        }
+        for model, cases in found.items()
+    }
+    write(
+        NAME,
+        {
+            "steps": given.steps,
+            "rounds": given.rounds,
+            "threads": given.threads,
+            "median": table,
+            "all": found,
+        },
+    )
+    return 0
+
+
+def measured(overrides: list[str], threads: int) -> dict[str, float]:
+    """Medians over the steps of one run."""
+    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
+        own = [one.format(folder=folder, threads=threads) for one in overrides]
+        config = load_rl(EXAMPLE, [*own, f"out={folder}/run"])
+        engines: list[WatchedEngine] = []
+
+        def engine() -> WatchedEngine:
+            engines.append(WatchedEngine())
+            return engines[-1]
+
+        with sampled(engines) as resident:
+            run(config, engine=engine)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [one for one in map(json.loads, lines) if "step_s" in one][FIRST:]
+    names = [
+        name
+        for name in steps[-1]
+        if name in ("step_s", "offload_s", "train_s") or name.endswith("_bytes") or "resident" in name
+    ]
+    found = {name: statistics.median(one[name] for one in steps) for name in names}
+    return {**found, "rss_peak_bytes": max(resident), "rss_median_bytes": statistics.median(resident)}
+
+
+@contextlib.contextmanager
+def sampled(engines: list[WatchedEngine]) -> Iterator[list[float]]:
+    """The resident memory of all workers together, from time to time."""
+    found, ends = [0.0], threading.Event()
+
+    def work() -> None:
+        while not ends.wait(SAMPLE_S):
+            pids = [pid for one in engines for group in one.groups for pid in group.pids]
+            if pids and (total := sum(map(rss, pids))):
+                found.append(total)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ends.set()
+        thread.join()
+
+
+def rss(pid: int) -> float:
+    """Resident bytes of a process, 0 where it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return 1024.0 * int(line.split()[1])
+    return 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
