@@ -13,7 +13,7 @@ from hyper_parallel.rl.controller.model_scorer import ModelScorer
 from hyper_parallel.rl.sample import Sample
 
 SIZE = 3
-OPERATIONS = ("submit", "submit", "submit", "take", "give", "lose", "drop", "resume")
+OPERATIONS = (*["submit"] * 5, "take", "take", "give", "lose", "drop", "resume")
 
 
 def scorer(staleness: int) -> ModelScorer:
@@ -65,7 +65,7 @@ def test_one_reward_each(data: st.DataObject, staleness: int) -> None:
                 texts = [text for _, text in group]
                 assert texts == [f"{texts[0][0]}.{place}" for place in range(SIZE)]
 
-    for operation in data.draw(st.lists(st.sampled_from(OPERATIONS), max_size=40)):
+    for operation in data.draw(st.lists(st.sampled_from(OPERATIONS), min_size=15, max_size=40)):
         if operation == "submit" and left:
             ticket, place = left.pop()
             if ticket not in dropped:
@@ -76,11 +76,14 @@ def test_one_reward_each(data: st.DataObject, staleness: int) -> None:
         elif operation == "give" and asked is not None:
             give()
         elif operation == "lose":
+            if asked is None:
+                take()
             own.ask_again()
             asked = None
         elif operation == "drop":
             ticket = data.draw(st.integers(0, 3))
             own.drop(ticket, range(SIZE))
+            assert all(key.ticket != ticket for key, _, _ in own._waiting)
             dropped.add(ticket)
             expected = {one for one in expected if one[0] != ticket or one in got}
         elif operation == "resume":
