@@ -24,12 +24,12 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from measure import write
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from harness.rl_faults import WatchedEngine
 from hyper_parallel.config.rl_run import load_rl
-from hyper_parallel.launch.roles.local import LocalEngine
 from hyper_parallel.rl.controller.run import run
 
 NAME, FIRST, SAMPLE_S = "rl_colocated", 1, 0.02
@@ -61,19 +61,6 @@ COMMON = (
     "eval.prompts=1",
     "checkpoint.every=0",
 )
-
-
-class WatchedEngine(LocalEngine):
-    """Knows its workers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups: list[Any] = []
-
-    def start(self, config: Any, *, timeout_s: float) -> Any:
-        group = super().start(config, timeout_s=timeout_s)
-        self.groups.append(group)
-        return group
 
 
 def main() -> int:
