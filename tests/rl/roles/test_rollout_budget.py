@@ -40,7 +40,7 @@ def answers(rollout: Rollout) -> tuple[list[Sample], list[str], int]:
     while rollout.busy:
         found += rollout.generate([], 3)
         most = max(most, rollout.cache_bytes)
-    told = rollout.answer([one.prompt for one in new], temperature=0.8, seed=3)
+    told = [one.text for one in rollout.answer(new, temperature=0.8, seed=3)]
     rollout.close()
     return sorted(found, key=lambda one: (one.row, one.place)), told, most
 
