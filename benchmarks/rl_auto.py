@@ -1,4 +1,4 @@
-"""Predicted and measured steps of `roles: auto`: python benchmarks/rl_auto.py [--rounds N] [--steps N] [--staleness N ...]
+"""Predicted and measured steps of `roles: auto`: python benchmarks/rl_auto.py [--rounds N] [--staleness N ...]
 
 examples/rl/grpo-sort.yaml with `roles=auto` on two devices (cores), without warm-up and evaluation: for each bound on
 staleness and each round, the roles are measured and chosen, and then both layouts, taking turns and apart, are run as
@@ -21,7 +21,7 @@ from measure import write
 from hyper_parallel.config.rl_run import RLConfig, load_rl
 from hyper_parallel.rl.controller.run import run
 from hyper_parallel.rl.role_split.candidates import RoleLayout, roles_of
-from hyper_parallel.rl.role_split.settle import plan_split
+from hyper_parallel.rl.role_split.resolve import plan_split
 
 NAME, FIRST = "rl_auto", 5
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
@@ -33,21 +33,32 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--set", nargs="*", default=[], help="further overrides of the file, such as model sizes")
-    parser.add_argument("--load", action="store_true", help="other work runs on this machine: to be run again")
+    parser.add_argument(
+        "--set", nargs="*", default=[], help="further overrides of the file, such as model sizes"
+    )
+    parser.add_argument(
+        "--load", action="store_true", help="other work runs on this machine: to be run again"
+    )
     given = parser.parse_args()
     rounds = [
         round_of(staleness, number, given.steps, given.set)
         for number in range(given.rounds)
         for staleness in given.staleness
     ]
-    write(NAME, {
-        "steps": given.steps,
-        "overrides": given.set,
-        "other_work_on_the_machine": given.load,
-        "summary": {str(staleness): summary([one for one in rounds if one["staleness"] == staleness]) for staleness in given.staleness},
-        "rounds": rounds,
-    })  # fmt: skip
+    found = {
+        str(staleness): summary([one for one in rounds if one["staleness"] == staleness])
+        for staleness in given.staleness
+    }
+    write(
+        NAME,
+        {
+            "steps": given.steps,
+            "overrides": given.set,
+            "other_work_on_the_machine": given.load,
+            "summary": found,
+            "rounds": rounds,
+        },
+    )
     return 0
 
 
@@ -91,8 +102,8 @@ def round_of(staleness: int, seed: int, steps: int, further: list[str]) -> dict[
 
 
 def measured(config: RLConfig) -> float:
-    """Mean seconds of a step after the first ones: answers that are generated ahead for one step are missing in another,
-    so that a median says little of a loop that is not synchronous."""
+    """Mean seconds of a step after the first ones: in a loop that is not synchronous, answers that are generated ahead
+    for one step are missing in another, and the median is of neither."""
     run(config)
     records = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").open()]
     return statistics.fmean(one["step_s"] for one in records[FIRST:] if "step_s" in one)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @click.option(
     "--plan",
     is_flag=True,
-    help="With 'roles: auto': measure, print the layouts with their predicted times, and end. The run takes the choice.",
+    help="With 'roles: auto': measure, print the layouts with their predicted times, and end. The run takes the "
+    "choice.",
 )
 def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
     """Train the policy that FILE describes by reinforcement learning.
@@ -94,12 +95,14 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
 
 def _plan(config: RLConfig, file: Path, stop: Callable[[], bool]) -> None:
     """Print the layouts of a run with their predicted times."""
-    from hyper_parallel.rl.role_split.settle import Stopped, plan_split
+    from hyper_parallel.rl.role_split.resolve import Stopped, plan_split
 
     try:
         choice = plan_split(config, folder=file.parent, stop=stop, told=click.echo)
     except Stopped:
         sys.exit(130)
-    click.echo()
-    click.echo(choice.table(), nl=False)
-    click.echo(f"\nthe run takes this choice: {config.out}/split.json, and {config.out}/run.yaml with the roles written out")
+    if choice.predictions:
+        click.echo(f"\n{choice.table()}")
+    click.echo(
+        f"kept for the run: {config.out}/split.json, and {config.out}/run.yaml with the roles written out"
+    )

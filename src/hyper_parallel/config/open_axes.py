@@ -13,8 +13,8 @@ _ALL_ROLES = {"split": AUTO, "actor": {"devices": None}, "rollout": {"devices": 
 
 
 def spelled_out(content: Any) -> Any:
-    """A file's content with `strategy: auto`, and `axes: auto`, written as one `auto` for each axis, and `roles: auto` as
-    a split over roles without devices."""
+    """A file's content with `strategy: auto`, and `axes: auto`, written as one `auto` for each axis, and `roles: auto`
+    as a split over roles without devices."""
     if not isinstance(content, Mapping):
         return content
     found = dict(content)

@@ -158,24 +158,30 @@ class Roles(Section):
 
     @model_validator(mode="after")
     def _split_or_written(self) -> Roles:
-        named = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
+        named: dict[str, RoleConfig] = {"actor": self.actor, "rollout": self.rollout}
         if not self.open:
             if self.devices is not None:
                 raise ValueError(
                     f"'devices' ({self.devices}) is the number that 'split: auto' may use; add that, or write the "
                     "devices of each role instead"
                 )
-            if opened := next((name for name, role in named.items() if role and role.strategy and role.strategy.open), None):
-                raise ValueError(
-                    f"'{opened}' has an axis that is auto, which only 'split: auto' fills in; write its degree"
-                )
+            if self.reference is not None:
+                named["reference"] = self.reference
+            for name, role in named.items():
+                if role.strategy is not None and role.strategy.open:
+                    raise ValueError(
+                        f"'{name}' has an axis that is auto, which only 'split: auto' fills in; write its degree"
+                    )
             return self
-        if written := next((name for name, role in named.items() if role and role.devices is not None), None):
-            raise ValueError(
-                f"'split: auto' chooses the devices, and '{written}.devices' is written; leave one of them out"
-            )
+        for name, role in named.items():
+            if role.devices is not None:
+                raise ValueError(
+                    f"'split: auto' chooses the devices, and '{name}.devices' is written; leave one of them out"
+                )
         if self.reference is not None:
-            raise ValueError("with 'split: auto' the reference is the actor's workers'; leave 'reference' out")
+            raise ValueError(
+                "with 'split: auto' the reference is on the actor's workers; leave 'reference' out"
+            )
         return self
 
     @property

@@ -26,7 +26,7 @@ from hyper_parallel.rl.controller.warm_up import warm_up
 from hyper_parallel.rl.controller.weight_sync import WeightSync
 from hyper_parallel.rl.controller.workers import RoleGroup, do, engine_of
 from hyper_parallel.rl.queue import StalenessQueue
-from hyper_parallel.rl.role_split.settle import Stopped, choose_split, settled
+from hyper_parallel.rl.role_split.resolve import Stopped, choose_split, resolved
 from hyper_parallel.rl.sample import Sample
 
 REFERENCE = "reference"
@@ -80,7 +80,7 @@ def run(
                 )
             except Stopped:
                 return _stopped_before(config)
-            config = settled(config, choice)
+            config = resolved(config, choice)
         with (
             (engine or functools.partial(engine_of, config))() as workers,
             contextlib.closing(Recorder(config, told)) as recorder,
@@ -155,10 +155,8 @@ class _Run:
             state, queue, before = self._restored(found)
             if state.step:
                 self._recorder.note(f"resumed at step {state.step}")
-        if self._reference is not None and self._config.warmup is not None and not state.step:
-            # Where the roles were split, the warm-up was done and saved before.
-            if found is None or not (Path(self._config.out) / REFERENCE).is_dir():
-                self._write_reference()
+        if not state.step and self._config.warmup is not None and self._reference is not None:
+            self._write_reference(anew=found is None)
         self.load_reference()
         self._recorder.open(state.step)
         resumed = state.step or None
@@ -285,7 +283,10 @@ class _Run:
         before = found["before"]
         return state, queue, Accuracy(**before) if before is not None else None
 
-    def _write_reference(self) -> None:
+    def _write_reference(self, *, anew: bool) -> None:
+        """The policy after the warm-up. `anew`: not of a start before, such as that of `roles: auto`."""
+        if not anew and (Path(self._config.out) / REFERENCE).is_dir():
+            return
         path = self._actor.ask(0, "saved")
         self._actor.ask(0, "export", checkpoint=path, folder=str(Path(self._config.out) / REFERENCE))
 

@@ -12,7 +12,7 @@ from hyper_parallel.rl.role_split.role_times import Measured, simulation_of
 from hyper_parallel.rl.simulator import LoopResult, ranked_splits, simulate_alternating
 from hyper_parallel.units import format_seconds
 
-WIDTH = 100
+WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +43,33 @@ class Choice:
         if not self.predictions:
             return f"roles: {self.layout.words}; there is no other layout, and nothing was measured"
         first, *others = self.predictions
-        beside = f"; next best: {others[0].layout.words}, {format_seconds(others[0].seconds)}" if others else ""
+        beside = (
+            f"; next best: {others[0].layout.words}, {format_seconds(others[0].seconds)}" if others else ""
+        )
         return f"roles: {self.layout.words}, predicted {format_seconds(first.seconds)} a step{beside}"
 
     def table(self) -> str:
-        """The line, and what was simulated."""
+        """What was simulated; empty where nothing was."""
         if not self.predictions:
-            return self.line + "\n"
+            return ""
         rows = tuple(
-            (one.layout.words, f"{one.seconds:.4g}", f"{one.generating:.0%}", f"{one.training:.0%}", f"{one.staleness:.1f}")
+            (
+                one.layout.words,
+                f"{one.seconds:.4g}",
+                f"{one.generating:.0%}",
+                f"{one.training:.0%}",
+                f"{one.staleness:.1f}",
+            )
             for one in self.predictions
         )
         columns = ("Devices", "Seconds", "Rollout", "Actor", "Stale")
         note = (
-            "Seconds: of a step. Rollout, Actor: share of the time in which they work. Stale: mean staleness of\n"
-            "trained groups, in optimizer updates. Layouts that cannot be among the first two are left out."
+            "Seconds: of a step. Rollout, Actor: share of the time in which they work.\n"
+            "Stale: mean staleness of trained groups, in optimizer updates. Layouts that\n"
+            "cannot be among the first two are left out."
         )
-        return render(
-            self.line, (), (Sheet("layouts, simulated from measured times", columns, rows, note=note),), "predicted", WIDTH
-        )
+        sheet = Sheet("a step of each layout", columns, rows, note=note)
+        return render("layouts, simulated from measured times", (), (sheet,), "predicted", WIDTH)
 
 
 def choose(config: RLConfig, candidates: Candidates, measured: Measured) -> Choice:

@@ -2,8 +2,8 @@
 
 The workers are those of a run: the same groups, models, prompts, rewards and lists of instructions. First all devices
 take turns; then some train while the others generate, at the same time, as they will in the run. What the updates
-change is thrown away, but for the warm-up: the policy's answers are as long as they will be only after it, so it is done
-first and saved as the run's checkpoint of step 0.
+change is thrown away. The warm-up is done first, since answers are as long as they will be only after it, and saved as
+the run's checkpoint of step 0.
 """
 
 from __future__ import annotations
@@ -42,26 +42,9 @@ class Stopped(Exception):
     """The user asked for the end."""
 
 
-def measure(
-    config: RLConfig,
-    candidates: Candidates,
-    prompts: Prompts,
-    scorer: Scorer,
-    engine: Callable[[], Engine],
-    recorder: Recorder,
-    stop: Callable[[], bool] = lambda: False,
-    host: str = HOST,
-) -> Measured:
-    """Times in both kinds of layout, where there are both. `engine`: who starts the workers, once for each layout.
+class Measurement:
+    """Of one run's roles. Workers are started once for each layout."""
 
-    A layout in which workers are lost, as for want of memory, is left out if the other one runs. Raises GroupError where
-    none does, what building the models raises, and Stopped.
-    """
-    one = _Measurement(config, candidates, prompts, scorer, engine, recorder, stop, host)
-    return one.measured()
-
-
-class _Measurement:
     def __init__(
         self,
         config: RLConfig,
@@ -70,15 +53,21 @@ class _Measurement:
         scorer: Scorer,
         engine: Callable[[], Engine],
         recorder: Recorder,
-        stop: Callable[[], bool],
-        host: str,
+        stop: Callable[[], bool] = lambda: False,
+        host: str = HOST,
     ) -> None:
+        """`engine`: who starts the workers. `stop`: asked between lists. `host`: whose operations the groups have."""
         self._config, self._candidates, self._prompts, self._scorer = config, candidates, prompts, scorer
         self._engine, self._recorder, self._stop, self._host = engine, recorder, stop, host
         self._waves = Waves(config, prompts, scorer)
         self._reward = 0.0
 
     def measured(self) -> Measured:
+        """Times in both kinds of layout, where there are both.
+
+        A layout in which workers are lost, as for want of memory, is left out if the other one runs. Raises GroupError
+        where none does, what building the models raises, and Stopped.
+        """
         found: dict[bool, RoleTimes] = {}
         lost: GroupError | None = None
         for layout in (self._candidates.together, _middle(self._candidates)):
@@ -160,7 +149,7 @@ class _Measurement:
                 batch=rl.prompts, updates=rl.minibatches, staleness=rl.staleness, order=rl.order
             )
             state = {"state": asdict(LoopState()), "queue": queue.state(list), "before": None}
-            actor.ask(0, "save", step=0, state=state)
+            actor.call([do("save", step=0, state=state)], 0).result()
             actor.ask(0, "saved")
         for one in rollouts:
             weights.connect(one, 0)

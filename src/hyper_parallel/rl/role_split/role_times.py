@@ -5,8 +5,10 @@ all tokens of engine j, whose passes take p + k s seconds for k running answers,
 
     T = max over engines j of (p m_j + s t_j)
 
-which waves of several sizes tell apart: `pass_law` is the least-squares fit, with the engine that ends last taken from
-the fit before. A role's seconds on other numbers of devices are those of the simulator's `fixed + work / n`.
+which waves of several sizes tell apart: `pass_law` is the fit of least absolute deviations, by least squares that are
+weighted with the residuals of the fit before (IRLS), as is the engine that ends last. So a wave beside which something
+else ran on the machine counts as little as in a median. A role's seconds on other numbers of devices are those of the
+simulator's `fixed + work / n`.
 
 Times of the two layouts are kept apart: devices that generate while others train share the machine's memory, caches and
 cores with them.
@@ -23,7 +25,9 @@ from hyper_parallel.config.rl_simulation import GenerationTime, Lengths, RlSimul
 from hyper_parallel.rl.role_split.candidates import RoleLayout
 from hyper_parallel.rl.simulator.scaling import least_squares
 
-_ROUNDS = 12
+_ROUNDS = 30
+_CLOSE = 1e-4
+"""Residuals below this share of a wave's seconds count as much as this."""
 _MOST_LENGTHS = 2**14
 
 
@@ -66,14 +70,21 @@ class Measured:
 
 def pass_law(waves: Sequence[Wave]) -> tuple[float, float]:
     """(p, s) in seconds."""
-    law = (1.0, 0.0)
+    law, weights = (1.0, 0.0), [1.0] * len(waves)
     for _ in range(_ROUNDS):
         rows = []
-        for wave in waves:
+        for wave, weight in zip(waves, weights, strict=True):
             longest, tokens = max(wave.loads, key=lambda load: law[0] * load[0] + law[1] * load[1])
-            rows.append((float(longest), float(tokens), wave.seconds))
+            rows.append((longest * weight, tokens * weight, wave.seconds * weight))
         law = least_squares(rows)
+        weights = [
+            max(abs(wave.seconds - _seconds(wave, law)), _CLOSE * wave.seconds) ** -0.5 for wave in waves
+        ]
     return law
+
+
+def _seconds(wave: Wave, law: tuple[float, float]) -> float:
+    return max(law[0] * longest + law[1] * tokens for longest, tokens in wave.loads)
 
 
 def simulation_of(config: RLConfig, measured: Measured, *, engine: int, together: bool) -> RlSimulation:

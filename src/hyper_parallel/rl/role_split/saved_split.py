@@ -1,4 +1,4 @@
-"""The chosen split in the run's folder: `split.json` with the times, and `run.yaml`, the run with its roles written out.
+"""The chosen split, kept in the run's folder: `split.json` with the times, and `run.yaml`, the run with its roles.
 
 A run that goes on takes the split that was made and measures nothing. Who deletes `split.json` has it chosen anew.
 """
@@ -35,7 +35,9 @@ def write(
             data["task"][key] = str((folder or Path()).absolute() / data["task"][key])
     text = "".join(f"# {line}\n" for line in (choice.line, f"The times are in {SPLIT}."))
     publish(out / RUN, (text + yaml12.write(data)).encode())
-    publish(out / SPLIT, (json.dumps(_described(config, choice, candidates, measured), indent=1) + "\n").encode())
+    publish(
+        out / SPLIT, (json.dumps(_described(config, choice, candidates, measured), indent=1) + "\n").encode()
+    )
 
 
 def read(config: RLConfig) -> Choice | None:
@@ -60,7 +62,9 @@ def read(config: RLConfig) -> Choice | None:
         raise ConfigError(f"{file} cannot be read ({type(error).__name__}: {error}); {anew}") from error
     given = config.roles.devices or config.launch.workers
     if given is not None and given != devices:
-        raise ConfigError(f"{file} splits {devices} devices, and this run has {given}; put the number back, or {anew}")
+        raise ConfigError(
+            f"{file} splits {devices} devices, and this run has {given}; put the number back, or {anew}"
+        )
     try:
         roles_of(config, choice.layout)
     except ConfigError as error:

@@ -52,9 +52,7 @@ class Waves:
     def groups(self) -> list[list[Sample]]:
         """Groups of answers that are whole, with the rewards that have come."""
         size = self._config.rl.group
-        return [
-            [one[place] for place in range(size)] for one in self._samples.values() if len(one) == size
-        ]
+        return [[one[place] for place in range(size)] for one in self._samples.values() if len(one) == size]
 
     def wait(self) -> None:
         """Until all rewards have come."""

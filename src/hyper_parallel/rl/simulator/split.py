@@ -5,8 +5,8 @@ No split r + (n - r) can be quicker than either role alone:
     step(r) >= max(train(n - r), tokens (p / slots + s) e / r)       `lower_bound`
 
 since an engine draws most tokens per second with all slots taken. Splits are simulated in the order of that bound,
-until it reaches the best time found (`ranked_splits`: that of the last place asked for): no split that was left out can be better (but for the sampled lengths, whose
-mean the bound takes from their distribution).
+until it reaches the best time found (in `ranked_splits`: that of the last place that counts). No split that was left
+out can be better, but for the sampled lengths, whose mean the bound takes from their distribution.
 """
 
 from __future__ import annotations
@@ -40,17 +40,15 @@ def best_split(setup: RlSimulation) -> Split:
         setup, [(rollout, setup.devices - rollout) for rollout in range(engine, setup.devices, engine)], 1
     )
     best = found[0]
-    return Split(
-        rollout=best.rollout_devices, train=best.train_devices, result=best, simulated=len(found)
-    )
+    return Split(rollout=best.rollout_devices, train=best.train_devices, result=best, simulated=len(found))
 
 
-def ranked_splits(
-    setup: RlSimulation, splits: Sequence[tuple[int, int]], first: int = 2
-) -> list[LoopResult]:
-    """Simulated splits (rollout, train), the quickest first and the fewest rollouts among equals. They may leave some of
-    `setup.devices` unused. `first`: how many of the quickest are known to be so; slower splits may not be simulated.
-    Raises ConfigError as `simulate_loop`."""
+def ranked_splits(setup: RlSimulation, splits: Sequence[tuple[int, int]], first: int = 2) -> list[LoopResult]:
+    """Simulated splits (rollout, train), the quickest first and the fewest rollouts among equals.
+
+    They may leave some of `setup.devices` unused. `first`: how many of the quickest are known to be so; of slower
+    splits some are not simulated. Raises ConfigError as `simulate_loop`.
+    """
     setups = {
         (rollout, train): setup.model_copy(update={"devices": rollout + train, "rollout": rollout})
         for rollout, train in splits

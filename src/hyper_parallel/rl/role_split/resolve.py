@@ -17,9 +17,9 @@ from hyper_parallel.rl.controller.workers import engine_of
 from hyper_parallel.rl.role_split import saved_split
 from hyper_parallel.rl.role_split.candidates import Candidates, candidates_of, roles_of
 from hyper_parallel.rl.role_split.choose import Choice, choose
-from hyper_parallel.rl.role_split.measure import Stopped, measure
+from hyper_parallel.rl.role_split.measure import Measurement, Stopped
 
-__all__ = ["Stopped", "choose_split", "plan_split", "settled"]
+__all__ = ["Stopped", "choose_split", "plan_split", "resolved"]
 
 
 def plan_split(
@@ -30,15 +30,17 @@ def plan_split(
     engine: Callable[[], Engine] | None = None,
     told: Callable[[str], None] = lambda line: None,
 ) -> Choice:
-    """Choose the split of a run with `split: auto` and train nothing, but for a warm-up; the run will take it. Arguments
-    and errors as of `controller.run.run`; Stopped besides."""
+    """Choose the split of a run with `split: auto` and train nothing, but for a warm-up; the run will take it.
+
+    Arguments and errors as of `controller.run.run`; Stopped besides.
+    """
     prompts = Prompts(config)
     with run_lock(config.out), scorer_of(config.task, folder) as scorer:
         RunFolder(config.out).make()
         return choose_split(config, prompts, scorer, engine, folder=folder, stop=stop, told=told)
 
 
-def settled(config: RLConfig, choice: Choice) -> RLConfig:
+def resolved(config: RLConfig, choice: Choice) -> RLConfig:
     """The run with the devices of its roles."""
     return config.model_copy(update={"roles": roles_of(config, choice.layout)})
 
@@ -55,7 +57,7 @@ def choose_split(
     host: str = HOST,
 ) -> Choice:
     """The split of before, or one that is measured now and kept in the run's folder, which is locked. Raises as
-    `measure`, `candidates_of` and `saved_split.read`."""
+    `Measurement`, `candidates_of` and `saved_split.read`."""
     found = saved_split.read(config)
     if found is not None:
         told(f"{found.line} (chosen before: {Path(config.out) / saved_split.SPLIT})")
@@ -63,7 +65,7 @@ def choose_split(
     candidates = candidates_of(config)
     found, measured = _only(candidates), None
     if found is None:
-        measured = measure(
+        measured = Measurement(
             config,
             candidates,
             prompts,
@@ -72,7 +74,7 @@ def choose_split(
             Recorder(config, told),
             stop,
             host,
-        )
+        ).measured()
         found = choose(config, candidates, measured)
     saved_split.write(config, found, candidates, measured, folder)
     told(found.line)
