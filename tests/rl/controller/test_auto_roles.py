@@ -95,6 +95,16 @@ def test_one_layout_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
 
 
+def test_a_layout_whose_workers_are_lost_is_left_out(tmp_path: Path) -> None:
+    told = list[str]()
+    config = rl_config(tmp_path / "run", roles=AUTO)
+    choice = plan_split(config, told=told.append, host="harness.rl_hosts:DiesApart")
+    assert [one.layout.together for one in choice.predictions] == [True]
+    assert "next best" not in choice.line
+    assert [line for line in told if line.startswith("left out, because its workers were lost: ")]
+    assert not left_behind()
+
+
 def test_stopped_while_it_measures(tmp_path: Path) -> None:
     summary = run(rl_config(tmp_path / "run", roles=AUTO), stop=lambda: True)
     assert (summary.stopped, summary.steps) == (True, 0)

@@ -1,7 +1,7 @@
 """Measurement of role times on real workers: a few waves of answers and a few updates, in each kind of layout.
 
 The workers are those of a run: the same groups, models, prompts, rewards and lists of instructions. First all devices
-take turns; then some train while the others generate, at the same time, as they will in the run. What the updates
+take turns; then some train while the others generate, at the same time if the run's loop is asynchronous. What the updates
 change is thrown away. The warm-up is done first, since answers are as long as they will be only after it, and saved as
 the run's checkpoint of step 0.
 """
@@ -118,7 +118,8 @@ class Measurement:
             self._waves.wait()
             self._drive([self._training(actor, batch, [], [])], lambda: True)
             enough = ROUNDS * len(sizes)
-            if layout.together:
+            if layout.together or not self._config.rl.staleness:
+                # A synchronous loop never has both sides at work.
                 self._drive(generating, lambda: len(waves) >= enough, lambda: len(waves) >= len(sizes))
                 self._drive([training], lambda: len(train) >= ROUNDS)
             else:

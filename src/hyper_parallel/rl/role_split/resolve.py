@@ -29,6 +29,7 @@ def plan_split(
     stop: Callable[[], bool] = lambda: False,
     engine: Callable[[], Engine] | None = None,
     told: Callable[[str], None] = lambda line: None,
+    host: str = HOST,
 ) -> Choice:
     """Choose the split of a run with `split: auto` and train nothing, but for a warm-up; the run will take it.
 
@@ -37,7 +38,7 @@ def plan_split(
     prompts = Prompts(config)
     with run_lock(config.out), scorer_of(config.task, folder) as scorer:
         RunFolder(config.out).make()
-        return choose_split(config, prompts, scorer, engine, folder=folder, stop=stop, told=told)
+        return choose_split(config, prompts, scorer, engine, folder=folder, stop=stop, told=told, host=host)
 
 
 def resolved(config: RLConfig, choice: Choice) -> RLConfig:
