@@ -48,6 +48,20 @@ def test_the_example_and_its_policy(tmp_path: Path) -> None:
     assert answer.stdout.strip().strip("0123456789=") == ""
 
 
+def test_a_plan(tmp_path: Path) -> None:
+    """With one device there is one layout, and nothing to measure."""
+    found = command(tmp_path, "rl", str(EXAMPLE), *SMALL, "roles=auto", "roles.devices=1", "--plan")
+    assert found.returncode == 0, found.stderr
+    first, last = found.stdout.splitlines()
+    assert first.startswith("roles: 1 device trains and generates in turn")
+    assert last.startswith("kept for the run: runs/grpo-sort/split.json")
+    assert (tmp_path / "runs" / "grpo-sort" / "run.yaml").is_file()
+    refused = command(tmp_path, "rl", str(EXAMPLE), "--plan")
+    assert refused.returncode == 2
+    assert "add roles=auto to have them chosen" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

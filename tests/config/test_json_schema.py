@@ -55,6 +55,23 @@ def test_the_examples_of_reinforcement_learning(file: Path) -> None:
     load_rl(file)
 
 
+@pytest.mark.parametrize(
+    "roles",
+    [
+        "auto",
+        {"split": "auto", "devices": 4, "actor": {"strategy": {"axes": {"replicate": "auto", "tensor": 2}}}},
+    ],
+    ids=str,
+)
+def test_roles_that_are_auto(roles: Any, tmp_path: Path) -> None:
+    base = yaml12.parse(RL_EXAMPLES[0].read_text(), "base")
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({**base, "roles": roles}))
+    assert load_rl(file).roles.open
+    assert problems(printed("--rl"), {**base, "roles": roles}) == []
+    assert problems(printed("--rl"), {**base, "roles": "even"})
+
+
 def fragments() -> Iterator[tuple[str, str]]:
     """Every YAML block of the documents, with the kind of file that all its keys belong to."""
     run, strategy = {*RunConfig.model_fields, "extends"}, {*Strategy.model_fields, "extends"}

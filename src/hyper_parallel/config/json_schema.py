@@ -35,6 +35,9 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
             field = section.get("properties", {}).get(key)
             if field is not None and "$ref" in field and model.__name__ != "RLConfig":
                 field["anyOf"] = [{"$ref": field.pop("$ref")}, {"const": AUTO}]
+    if "$ref" in body["properties"].get("roles", {}):
+        roles = body["properties"]["roles"]
+        roles["anyOf"] = [{"$ref": roles.pop("$ref")}, {"const": AUTO}]
     properties = {
         "extends": {
             "type": "string",

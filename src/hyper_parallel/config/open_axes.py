@@ -1,4 +1,5 @@
-"""`auto` axes in files that extend each other: an override replaces single axes."""
+"""`auto` axes in files that extend each other: an override replaces single axes; and `roles: auto`, which replaces the
+devices of roles and nothing else."""
 
 from __future__ import annotations
 
@@ -8,13 +9,17 @@ from typing import Any
 from hyper_parallel.strategy.axes import AUTO, OPEN_NAMES
 
 _ALL = dict.fromkeys(OPEN_NAMES, AUTO)
+_ALL_ROLES = {"split": AUTO, "actor": {"devices": None}, "rollout": {"devices": None}}
 
 
 def spelled_out(content: Any) -> Any:
-    """A file's content with `strategy: auto`, and `axes: auto`, written as one `auto` for each axis."""
+    """A file's content with `strategy: auto`, and `axes: auto`, written as one `auto` for each axis, and `roles: auto`
+    as a split over roles without devices."""
     if not isinstance(content, Mapping):
         return content
     found = dict(content)
+    if found.get("roles") == AUTO:
+        found["roles"] = _ALL_ROLES
     if found.get("strategy") == AUTO:
         found["strategy"] = {"axes": AUTO}
     if isinstance(found.get("strategy"), Mapping):

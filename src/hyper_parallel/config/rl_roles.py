@@ -1,4 +1,8 @@
-"""`roles` section: which devices each role has, and how its model is spread over them."""
+"""`roles` section: which devices each role has, and how its model is spread over them.
+
+With `split: auto` (in short `roles: auto`) the roles have no devices yet: these are split from measured times before
+the run. What is written of strategies stays; the actor's open data axis takes the devices that are left over.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from hyper_parallel.strategy.generation_memory import TIERS
 from hyper_parallel.strategy.memory import Bytes, Memory
 from hyper_parallel.strategy.section import PathText, Section
 
+DATA_AXES = ("shard", "replicate")
+"""The actor's axes that may take the devices which are left over."""
 Devices = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
 _NUMBER = {"type": "integer", "minimum": 0}
 _WRITTEN = WithJsonSchema(
@@ -74,13 +80,16 @@ _OF_A_GRAPH = ("device", "host", "pool", "flash", "update", "cluster", "expert_l
 def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
     """Raise ValueError for a strategy that no training or scoring role runs under."""
     axes = strategy.axes
-    if strategy.open:
-        raise ValueError("'strategy: auto' is not planned for a role; write the degrees of its axes")
+    if strategy.open and (len(axes.open) != 1 or axes.open[0] not in DATA_AXES):
+        raise ValueError(
+            "'strategy: auto' is not planned for a role; write the degrees of its axes (with 'roles.split: auto' one "
+            "of shard and replicate may be auto)"
+        )
     if axes.pipeline > 1 or axes.context > 1 or strategy.submodels:
         raise ValueError(
             "an actor, reference or reward model runs under replicate, shard, tensor and expert; leave the others out"
         )
-    if devices is not None and len(devices) != strategy.world:
+    if devices is not None and not axes.open and len(devices) != strategy.world:
         raise ValueError(
             f"the axes multiply to {strategy.world}, and the devices are {len(devices)}; make them equal"
         )
@@ -219,6 +228,55 @@ class Roles(Section):
     """host:port of the Ray cluster to join. Default: one is started on this machine, and ends with the run."""
     restarts: Annotated[int, Field(ge=0, strict=True)] = 10
     """How often the workers of one group are started again after some were lost; then the run ends."""
+    split: Literal["auto"] | None = None
+    """`auto` (`roles: auto` in short): the devices of the actor and the rollout are chosen before the first step, from
+    times that are measured on them: all devices take turns, or some train while the others generate. Written strategies
+    stay; the actor's data axis (`shard`, or `replicate: auto`) takes what is left over."""
+    devices: Annotated[int, Field(ge=1, le=4096, strict=True)] | None = None
+    """Number of devices that `split: auto` may use. Default: `launch.workers`, or this machine's accelerators, or its
+    cores where it has none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_short(cls, given: object) -> object:
+        return {"split": "auto"} if given == "auto" else given
+
+    @property
+    def open(self) -> bool:
+        """Whether the devices are still to be chosen."""
+        return self.split is not None
+
+    @model_validator(mode="after")
+    def _split_or_written(self) -> Roles:
+        named: dict[str, RoleConfig] = {"actor": self.actor, "rollout": self.rollout}
+        if not self.open:
+            if self.devices is not None:
+                raise ValueError(
+                    f"'devices' ({self.devices}) is the number that 'split: auto' may use; add that, or write the "
+                    "devices of each role instead"
+                )
+            if self.reference is not None:
+                named["reference"] = self.reference
+            for name, role in named.items():
+                if role.strategy is not None and role.strategy.open:
+                    raise ValueError(
+                        f"'{name}' has an axis that is auto, which only 'split: auto' fills in; write its degree"
+                    )
+            return self
+        for name, role in named.items():
+            if role.devices is not None:
+                raise ValueError(
+                    f"'split: auto' chooses the devices, and '{name}.devices' is written; leave one of them out"
+                )
+        if self.reference is not None:
+            raise ValueError(
+                "with 'split: auto' the reference is on the actor's workers; leave 'reference' out"
+            )
+        if self.reward is not None:
+            raise ValueError(
+                "'split: auto' does not place a reward model; write the devices of each role, or take another reward"
+            )
+        return self
 
     @property
     def actors(self) -> TrainedRole:
@@ -262,6 +320,8 @@ class Roles(Section):
 
     @model_validator(mode="after")
     def _groups_are_apart(self) -> Roles:
+        if self.open:
+            return self
         actor, rollout, reference = self.actors, self.rollouts, self.references
         worlds = {"rollout": rollout.spread.world, "reference": reference.strategy.world}
         for name, role in (("rollout", rollout), ("reference", reference)):
@@ -286,9 +346,10 @@ class Roles(Section):
 
     @model_validator(mode="after")
     def _reward_is_apart(self) -> Roles:
-        role, actor = self.rewards, self.actors
-        if role is None:
+        if self.reward is None:
             return self
+        role, actor = self.rewards, self.actors
+        assert role is not None
         if len(role.placed) != role.spread.world:
             raise ValueError(
                 f"'reward' has {len(role.placed)} devices, and its axes multiply to {role.spread.world}; make them "

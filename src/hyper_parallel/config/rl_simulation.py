@@ -20,13 +20,21 @@ _Measured = dict[_Count, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
 class Lengths(Section):
     """How many tokens an answer has."""
 
-    distribution: Literal["lognormal", "constant"] = "lognormal"
+    distribution: Literal["lognormal", "constant", "observed"] = "lognormal"
     mean: float = Field(default=1024.0, ge=1)
-    """Mean number of tokens, before the limit `longest` cuts answers."""
+    """Mean number of tokens, before the limit `longest` cuts answers; not of `observed`."""
     sigma: float = Field(default=1.0, gt=0, le=4)
     """Standard deviation of the logarithm, of a log-normal distribution."""
     longest: _Count = 2**15
     """Tokens at which an answer is cut."""
+    observed: Annotated[tuple[_Count, ...], Field(max_length=2**16)] = ()
+    """Lengths that were seen, for `distribution: observed`: each answer has one of them, drawn at random."""
+
+    @model_validator(mode="after")
+    def _has_what_was_observed(self) -> Self:
+        if bool(self.observed) != (self.distribution == "observed"):
+            raise ValueError("'observed' lists the lengths of 'distribution: observed'; give both or neither")
+        return self
 
 
 class RoleTime(Section):

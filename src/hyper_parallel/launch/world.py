@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hyper_parallel.config.launch import LaunchConfig
 from hyper_parallel.config.launched import Launched
 from hyper_parallel.errors import ConfigError
 
@@ -18,7 +19,7 @@ def workers_of(config: Launched) -> int:
         return config.effective_strategy.world
     if config.launch.workers is not None:
         return config.launch.workers
-    here, what = _devices(config)
+    here, what = devices_here(config.launch)
     world, fixed = here * config.launch.nodes, config.strategy.axes.world
     if world % fixed:
         raise ConfigError(
@@ -28,14 +29,14 @@ def workers_of(config: Launched) -> int:
     return world
 
 
-def _devices(config: Launched) -> tuple[int, str]:
+def devices_here(launch: LaunchConfig) -> tuple[int, str]:
     """The number of this machine's devices for workers, and their kind."""
-    if config.launch.device != "cpu":
+    if launch.device != "cpu":
         # Only here, because this needs torch.
         from hyper_parallel import compat
 
         for found in compat.accelerators():
-            if config.launch.device in ("auto", found.name):
+            if launch.device in ("auto", found.name):
                 return found.device_count(), f"{found.name} devices"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores, "cores"

@@ -10,7 +10,7 @@ from hyper_parallel.config.rl_simulation import RlSimulation
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.rl.simulator import best_split, simulate_colocated, simulate_loop
 from hyper_parallel.rl.simulator.compare import compare
-from hyper_parallel.rl.simulator.split import lower_bound
+from hyper_parallel.rl.simulator.split import lower_bound, ranked_splits
 
 CONSTANT: dict[str, Any] = {
     "devices": 8,
@@ -102,6 +102,25 @@ def test_a_seed_gives_the_same_and_another_one_does_not() -> None:
     )
     assert one == again
     assert one.tokens != other.tokens
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_the_first_of_ranked_splits_are_the_best_of_all(first: int) -> None:
+    """Here the order of the bounds is not that of the times."""
+    setup = RlSimulation(
+        devices=8,
+        batch=8,
+        lengths={"mean": 20, "sigma": 1.0},
+        generation={"pass_seconds": 0.1, "slots": 1},
+        train={"work": 10.0},
+        steps=6,
+        staleness=2,
+    )
+    splits = [(rollout, 8 - rollout) for rollout in range(1, 8)]
+    found = ranked_splits(setup, splits, first)
+    every = sorted((simulate_loop(setup, rollout).seconds, rollout) for rollout, _ in splits)
+    assert [(one.seconds, one.rollout_devices) for one in found[:first]] == every[:first]
+    assert len(found) < len(splits)
 
 
 @pytest.mark.parametrize("order", ["fifo", "window"])

@@ -13,7 +13,6 @@ from typing import Any
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.roles.interface import Engine
-from hyper_parallel.launch.roles.local import LocalEngine
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.rl.controller.batch_report import BatchReport
 from hyper_parallel.rl.controller.controller import Controller, LoopState
@@ -26,8 +25,9 @@ from hyper_parallel.rl.controller.recovery import LOST, Recovery
 from hyper_parallel.rl.controller.scorer import Scorer, scorer_of
 from hyper_parallel.rl.controller.warm_up import warm_up
 from hyper_parallel.rl.controller.weight_sync import WeightSync
-from hyper_parallel.rl.controller.workers import RoleGroup, do
+from hyper_parallel.rl.controller.workers import RoleGroup, do, engine_of
 from hyper_parallel.rl.queue import StalenessQueue
+from hyper_parallel.rl.role_split.resolve import Stopped, choose_split, resolved
 from hyper_parallel.rl.sample import Sample
 
 REFERENCE = "reference"
@@ -72,23 +72,38 @@ def run(
     lost more often than `roles.restarts`.
     """
     prompts = Prompts(config)
-    with (
-        run_lock(config.out),
-        scorer_of(config, folder) as scorer,
-        (engine or functools.partial(engine_of, config))() as workers,
-        contextlib.closing(Recorder(config, told)) as recorder,
-    ):
+    with run_lock(config.out), scorer_of(config, folder) as scorer:
         RunFolder(config.out).make()
-        return _Run(config, prompts, scorer, workers, recorder, stop, host).run()
+        if config.roles.open:
+            try:
+                choice = choose_split(
+                    config, prompts, scorer, engine, folder=folder, stop=stop, told=told, host=host
+                )
+            except Stopped:
+                return _stopped_before(config)
+            config = resolved(config, choice)
+        with (
+            (engine or functools.partial(engine_of, config))() as workers,
+            contextlib.closing(Recorder(config, told)) as recorder,
+        ):
+            return _Run(config, prompts, scorer, workers, recorder, stop, host).run()
 
 
-def engine_of(config: RLConfig) -> Engine:
-    """Who starts the workers. Raises LaunchError where Ray is not there."""
-    if config.roles.engine == "ray":
-        from hyper_parallel.launch.roles.ray_engine import RayEngine
-
-        return RayEngine(config.roles.address)
-    return LocalEngine()
+def _stopped_before(config: RLConfig) -> RLSummary:
+    """Of a run that was stopped while its split was measured."""
+    return RLSummary(
+        out=config.out,
+        steps=0,
+        stopped=True,
+        resumed_from=None,
+        before=None,
+        after=None,
+        seconds=0.0,
+        tokens=0,
+        restarts=0,
+        failed_rewards=0,
+        checkpoint=None,
+    )
 
 
 class _Run:
@@ -139,14 +154,15 @@ class _Run:
                     self._recorder,
                 )  # fmt: skip
             self._save(state, queue)
-            if self._reference is not None and self._config.warmup is not None:
-                self._write_reference()
         else:
             state, queue, before = self._restored(found)
-            self._recorder.note(f"resumed at step {state.step}")
+            if state.step:
+                self._recorder.note(f"resumed at step {state.step}")
+        if not state.step and self._config.warmup is not None and self._reference is not None:
+            self._write_reference(anew=found is None)
         self.load_reference()
         self._recorder.open(state.step)
-        resumed = state.step if found is not None else None
+        resumed = state.step or None
         for one in self._rollouts:
             self._weights.connect(one, state.step)
             self._weights.now(one, state.version, state.step)
@@ -270,7 +286,10 @@ class _Run:
         before = found["before"]
         return state, queue, Accuracy(**before) if before is not None else None
 
-    def _write_reference(self) -> None:
+    def _write_reference(self, *, anew: bool) -> None:
+        """The policy after the warm-up. `anew`: not of a start before, such as that of `roles: auto`."""
+        if not anew and (Path(self._config.out) / REFERENCE).is_dir():
+            return
         path = self._actor.ask(0, "saved")
         self._actor.ask(0, "export", checkpoint=path, folder=str(Path(self._config.out) / REFERENCE))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.launch.roles.interface import Engine, Future, Group, Instruction
+from hyper_parallel.launch.roles.local import LocalEngine
 from hyper_parallel.rl.controller.placement import HOST, GroupPlan, Role, launch_of
 
 START_S = 600.0
@@ -18,6 +19,15 @@ CALL_S = 600.0
 def do(operation: str, **arguments: Any) -> Instruction:
     """One instruction."""
     return Instruction(operation, arguments)
+
+
+def engine_of(config: RLConfig) -> Engine:
+    """Who starts the workers. Raises LaunchError where Ray is not there."""
+    if config.roles.engine == "ray":
+        from hyper_parallel.launch.roles.ray_engine import RayEngine
+
+        return RayEngine(config.roles.address)
+    return LocalEngine()
 
 
 class RoleGroup:

@@ -1,10 +1,19 @@
 """Discrete-event simulation of the reinforcement-learning loop, with its real queue. No torch.
 
-`simulate_loop` and `simulate_colocated` give a `LoopResult`; `best_split` chooses the devices of each role.
+`simulate_loop`, `simulate_colocated` and `simulate_alternating` give a `LoopResult`; `best_split` chooses the devices
+of each role, and `ranked_splits` orders given splits.
 """
 
 from hyper_parallel.rl.simulator.result import LoopResult
-from hyper_parallel.rl.simulator.run import simulate_colocated, simulate_loop
-from hyper_parallel.rl.simulator.split import Split, best_split
+from hyper_parallel.rl.simulator.run import simulate_alternating, simulate_colocated, simulate_loop
+from hyper_parallel.rl.simulator.split import Split, best_split, ranked_splits
 
-__all__ = ["LoopResult", "Split", "best_split", "simulate_colocated", "simulate_loop"]
+__all__ = [
+    "LoopResult",
+    "Split",
+    "best_split",
+    "ranked_splits",
+    "simulate_alternating",
+    "simulate_colocated",
+    "simulate_loop",
+]

@@ -16,6 +16,8 @@ from hyper_parallel.config.rl_simulation import Lengths
 
 def draw(lengths: Lengths, source: random.Random) -> int:
     """The tokens of one answer."""
+    if lengths.distribution == "observed":
+        return min(lengths.longest, source.choice(lengths.observed))
     value = lengths.mean
     if lengths.distribution == "lognormal":
         value = source.lognormvariate(_mu(lengths), lengths.sigma)
@@ -24,6 +26,8 @@ def draw(lengths: Lengths, source: random.Random) -> int:
 
 def mean(lengths: Lengths) -> float:
     """The expected tokens of an answer, after the cut."""
+    if lengths.distribution == "observed":
+        return sum(min(lengths.longest, one) for one in lengths.observed) / len(lengths.observed)
     if lengths.distribution == "constant":
         return min(float(lengths.longest), lengths.mean)
     normal, mu, sigma = NormalDist(), _mu(lengths), lengths.sigma

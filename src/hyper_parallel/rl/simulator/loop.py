@@ -31,6 +31,8 @@ class LoopTimes:
     recompute: float
     """For each token of an answer that goes on under new weights."""
     interrupt: bool
+    alternate: bool = False
+    """Whether the engines stand still while a batch is trained, on the same devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,10 @@ class Loop:
             self.queue.take()
             self._free = False
             self._training += self.times.train
+            if self.times.alternate:
+                for at, engine in enumerate(self.engines):
+                    engine.pause(self._now, self._now + self.times.train)
+                    self._watch(at)
             self._post(self._now + self.times.train, self._trained)
         if self._changed or self._waiting or self._admits:
             self._fill()

@@ -1,7 +1,8 @@
 """Simulated runs of a loop: rollouts and actor on devices of their own, or all devices alternating.
 
 The colocated loop is the synchronous one: all devices generate a step's groups, then all of them score and train them.
-Both are the same `Loop` with other engines, times and staleness.
+The alternating loop is that within a bound on staleness: a batch is trained as soon as it is there, while the answers
+under way stand still. All are the same `Loop` with other engines, times and staleness.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ def simulate_loop(setup: RlSimulation, rollout_devices: int | None = None) -> Lo
     seconds = scaling.seconds_on(setup.train, actor, "train")
     if setup.rescore:
         seconds += scaling.seconds_on(setup.score, actor, "score")
-    bounds = {"batch": setup.batch, "updates": setup.updates, "staleness": setup.staleness}
-    queue: StalenessQueue[int]
-    queue = (
-        CapacityQueue(**bounds) if setup.order == "capacity" else StalenessQueue(order=setup.order, **bounds)
-    )
     return _run(
-        setup, queue, setup.order, given, actor, seconds, setup.transfer_seconds, setup.batches_per_step
+        setup,
+        _queue_of(setup),
+        setup.order,
+        given,
+        actor,
+        seconds,
+        setup.transfer_seconds,
+        setup.batches_per_step,
     )
 
 
@@ -51,6 +54,31 @@ def simulate_colocated(setup: RlSimulation) -> LoopResult:
     return _run(setup, queue, "colocated", setup.devices, setup.devices, seconds, setup.switch_seconds, 1)
 
 
+def simulate_alternating(setup: RlSimulation) -> LoopResult:
+    """All devices alternate between generation and training, within `setup.staleness`; for 0 as `simulate_colocated`.
+    Raises ConfigError as `simulate_loop`."""
+    seconds = scaling.seconds_on(setup.train, setup.devices, "train")
+    seconds += scaling.seconds_on(setup.score, setup.devices, "score")
+    return _run(
+        setup,
+        _queue_of(setup),
+        "colocated",
+        setup.devices,
+        setup.devices,
+        seconds,
+        setup.switch_seconds,
+        setup.batches_per_step,
+        alternate=True,
+    )
+
+
+def _queue_of(setup: RlSimulation) -> StalenessQueue[int]:
+    bounds = {"batch": setup.batch, "updates": setup.updates, "staleness": setup.staleness}
+    if setup.order == "capacity":
+        return CapacityQueue(**bounds)
+    return StalenessQueue(order=setup.order, **bounds)
+
+
 def _run(
     setup: RlSimulation,
     queue: StalenessQueue[int],
@@ -60,6 +88,7 @@ def _run(
     train: float,
     transfer: float,
     batches_per_step: int,
+    alternate: bool = False,
 ) -> LoopResult:
     per_pass, per_sequence = scaling.generation_law(setup)
     engines = [
@@ -77,6 +106,7 @@ def _run(
             reward_workers=setup.reward_workers,
             recompute=setup.generation.recompute_seconds,
             interrupt=setup.generation.interrupt,
+            alternate=alternate,
         ),
         group=setup.group,
         length=lambda source: lengths.draw(setup.lengths, source),

@@ -70,7 +70,7 @@ def generation_law(setup: RlSimulation) -> tuple[float, float]:
             ]
             longest, tokens = (sum(load[i] for load in last) / len(last) for i in (0, 1))
             rows.append((longest, tokens, seconds))
-        law = _least_squares(rows)
+        law = least_squares(rows)
     return law
 
 
@@ -80,7 +80,7 @@ def _loads(step: list[int], engines: int) -> list[tuple[float, float]]:
     return [(float(max(one)), float(sum(one))) for one in dealt if one]
 
 
-def _least_squares(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
+def least_squares(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
     """(p, s) for which p m + s t is nearest to each third value; neither is negative."""
     mm, mt, tt = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     my, ty = (sum(row[i] * row[2] for row in rows) for i in (0, 1))

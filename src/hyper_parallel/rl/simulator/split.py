@@ -5,12 +5,13 @@ No split r + (n - r) can be quicker than either role alone:
     step(r) >= max(train(n - r), tokens (p / slots + s) e / r)       `lower_bound`
 
 since an engine draws most tokens per second with all slots taken. Splits are simulated in the order of that bound,
-until it reaches the best time found: no split that was left out can be better (but for the sampled lengths, whose
-mean the bound takes from their distribution).
+until it reaches the best time found (in `ranked_splits`: that of the last place that counts). No split that was left
+out can be better, but for the sampled lengths, whose mean the bound takes from their distribution.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.config.rl_simulation import RlSimulation
@@ -35,19 +36,31 @@ def best_split(setup: RlSimulation) -> Split:
     """The split of `setup.devices` with the least time per step; the fewest rollouts among equals. Raises ConfigError
     as `simulate_loop`."""
     engine = setup.generation.engine
-    choices = range(engine, setup.devices, engine)
-    ordered = sorted((lower_bound(setup, rollout), rollout) for rollout in choices)
-    best: LoopResult | None = None
-    count = 0
-    for bound, rollout in ordered:
-        if best is not None and bound >= best.seconds:
+    found = ranked_splits(
+        setup, [(rollout, setup.devices - rollout) for rollout in range(engine, setup.devices, engine)], 1
+    )
+    best = found[0]
+    return Split(rollout=best.rollout_devices, train=best.train_devices, result=best, simulated=len(found))
+
+
+def ranked_splits(setup: RlSimulation, splits: Sequence[tuple[int, int]], first: int = 2) -> list[LoopResult]:
+    """Simulated splits (rollout, train), the quickest first and the fewest rollouts among equals.
+
+    They may leave some of `setup.devices` unused. `first`: how many of the quickest are known to be so; of slower
+    splits some are not simulated. Raises ConfigError as `simulate_loop`.
+    """
+    setups = {
+        (rollout, train): setup.model_copy(update={"devices": rollout + train, "rollout": rollout})
+        for rollout, train in splits
+    }
+    ordered = sorted((lower_bound(one, split[0]), split) for split, one in setups.items())
+    found = list[LoopResult]()
+    for bound, split in ordered:
+        if len(found) >= first and bound >= found[first - 1].seconds:
             break
-        result = simulate_loop(setup, rollout)
-        count += 1
-        if best is None or (result.seconds, rollout) < (best.seconds, best.rollout_devices):
-            best = result
-    assert best is not None
-    return Split(rollout=best.rollout_devices, train=best.train_devices, result=best, simulated=count)
+        found.append(simulate_loop(setups[split]))
+        found.sort(key=lambda one: (one.seconds, one.rollout_devices))
+    return found
 
 
 def lower_bound(setup: RlSimulation, rollout: int) -> float:
