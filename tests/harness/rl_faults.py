@@ -86,8 +86,9 @@ def faulted(
         return run(config, engine=engine, told=lines.append), done, lines
 
 
-_KEPT = (b"multiprocessing", b"hyper_parallel.launch.server import main")
-"""Of processes that outlive a run on purpose: the fork servers of the tests' ranks and of the library."""
+_KEPT = (b"multiprocessing", b"hyper_parallel.launch.server import main", b'names["serve"]')
+"""Of processes that outlive a run on purpose: the fork servers of the tests' ranks, of the library and of its
+sandbox."""
 
 
 def left_behind() -> list[str]:

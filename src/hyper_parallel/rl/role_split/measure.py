@@ -1,9 +1,9 @@
 """Measurement of role times on real workers: a few waves of answers and a few updates, in each kind of layout.
 
 The workers are those of a run: the same groups, models, prompts, rewards and lists of instructions. First all devices
-take turns; then some train while the others generate, at the same time if the run's loop is asynchronous. What the updates
-change is thrown away. The warm-up is done first, since answers are as long as they will be only after it, and saved as
-the run's checkpoint of step 0.
+take turns; then some train while the others generate, at the same time if the run's loop is asynchronous. What the
+updates change is thrown away. The warm-up is done first, since answers are as long as they will be only after it, and
+saved as the run's checkpoint of step 0.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Measurement:
             actor, rollouts = groups[0], [one for one in groups if one.has("rollout")]
             for one in groups:
                 one.wait_ready()
-            weights = WeightSync(actor, rollouts, config.shares_model)
+            weights = WeightSync(config, actor, rollouts)
             self._begin(config, actor, rollouts, weights)
             copies = layout.rollout // self._candidates.engine // len(rollouts)
             sizes = self._waves.sizes(layout.rollout // self._candidates.engine)

@@ -36,7 +36,7 @@ def plan_split(
     Arguments and errors as of `controller.run.run`; Stopped besides.
     """
     prompts = Prompts(config)
-    with run_lock(config.out), scorer_of(config.task, folder) as scorer:
+    with run_lock(config.out), scorer_of(config, folder) as scorer:
         RunFolder(config.out).make()
         return choose_split(config, prompts, scorer, engine, folder=folder, stop=stop, told=told, host=host)
 
