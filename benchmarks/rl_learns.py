@@ -2,7 +2,8 @@
 
 examples/rl/grpo-sort.yaml and its variants, each from several seeds: rewards of 1,000 held-out prompts before the first
 step and at the end of training (not at its peak), sampled at temperature 1 and greedy. Writes
-benchmarks/results/rl_learns.json after each run; runs that it has are left out unless `--again` is given.
+benchmarks/results/rl_learns.json after each run, and the table of docs/rl.md; runs that the result has are left out
+unless `--again` is given.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from measure import RESULTS, write
+from pages import DOCS, put
 
 from hyper_parallel.config.rl_run import load_rl
 from hyper_parallel.rl.controller.run import run
@@ -26,7 +29,7 @@ NAME = "rl_learns"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
 DESCEND = ("task.name=descend", "warmup.until=0.2", "rl.steps=100")
 CASES: dict[str, tuple[str, ...]] = {
-    "grpo, sort": (),
+    "grpo, sort, η = 1": (),
     "grpo, sort, η = 0": ("rl.staleness=0",),
     "grpo, sort, η = 2": ("rl.staleness=2",),
     "grpo, sort, η = 4": ("rl.staleness=4",),
@@ -37,7 +40,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 """The overrides of each."""
 SEEDS = dict.fromkeys(
-    ("grpo, sort", "grpo, sort, η = 0", "grpo, sort, η = 2", "grpo, sort, η = 4", "grpo, descend"), 5
+    ("grpo, sort, η = 1", "grpo, sort, η = 0", "grpo, sort, η = 2", "grpo, sort, η = 4", "grpo, descend"), 5
 )
 
 
@@ -57,8 +60,9 @@ def main() -> int:
                 rows[name] = measured([*overrides, f"seed={seed}"])
                 write(NAME, {"runs": rows, "cases": summary(rows)})
                 print(name, rows[name], flush=True)
-    for case, figures in summary(rows).items():
-        print(case, figures)
+    for line in (lines := list(page(rows))):
+        print(line)
+    put(DOCS / "rl.md", f"{NAME}.py", lines)
     return 0
 
 
@@ -106,6 +110,24 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
                 "seconds": statistics.median(row["seconds"] for row in own),
             }
     return found
+
+
+def page(rows: dict[str, Any]) -> Iterator[str]:
+    """The table: of drawn answers the least, the mean and the most over the seeds."""
+    yield "| Run | Seeds | Drawn: before | at the end | Greedy: before | at the end | Equal groups | Gap |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for case, found in summary(rows).items():
+        own = [row for name, row in rows.items() if name.rpartition(", seed ")[0] == case]
+        equal = sum(row["groups_without_variance"] for row in own) / sum(row["groups"] for row in own)
+        gap = max(row["largest_gap"] for row in own)
+        cells = [
+            " / ".join(f"{found[f'{metric} {when}'][key]:.3f}" for key in ("least", "mean", "most"))
+            if len(own) > 1
+            else f"{found[f'{metric} {when}']['mean']:.3f}"
+            for metric in ("sampled", "greedy")
+            for when in ("before", "after")
+        ]
+        yield f"| {case} | {len(own)} | {' | '.join(cells)} | {equal:.0%} | {gap:.2f} |"
 
 
 if __name__ == "__main__":
