@@ -86,8 +86,8 @@ class TimerHost:
         gone = set(tickets)
         self._ends = {key: found for key, found in self._ends.items() if found[1].ticket not in gone}
 
-    def answer(self, prompts: list[Any], temperature: float, seed: int) -> list[str]:
-        return [""] * len(prompts)
+    def answer(self, asked: list[Prompted], temperature: float, seed: int) -> list[Sample]:
+        return [self._sample(one, self._version, 1) for one in asked]
 
     def resume(self) -> None: ...
     def save(self, step: int, state: object) -> None: ...
