@@ -14,7 +14,7 @@ from hyper_parallel.untrusted import printable
 Path = tuple[str, ...]
 """The keys that lead to a value of the JSON, outer first."""
 _WIDTH = 36
-_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
+_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*|[0-9]+[KMGT]iB")
 _WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
 

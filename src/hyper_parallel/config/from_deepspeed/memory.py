@@ -5,6 +5,7 @@ from __future__ import annotations
 from hyper_parallel.config.from_deepspeed.parallelism import zero_stage
 from hyper_parallel.config.from_deepspeed.source import Source
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.units import exact_bytes
 
 
 def convert_offload(source: Source, device: int | None, host: int | None) -> None:
@@ -38,9 +39,9 @@ def convert_offload(source: Source, device: int | None, host: int | None) -> Non
         )
     if folder is not None and not (source.text(folder) or "").isprintable():
         raise source.error(folder, "must be a path of printable characters", source.text(folder))
-    source.write("strategy.memory.device", device, *places, note="--device-memory, in bytes")
+    source.write("strategy.memory.device", exact_bytes(device), *places, note="--device-memory")
     if host is not None:
-        source.write("strategy.memory.host", host, note="--host-memory, in bytes, for each rank")
+        source.write("strategy.memory.host", exact_bytes(host), note="--host-memory, for each rank")
     if folder is not None:
         used = [f for f in folders if source.text(f) == source.text(folder)]
         source.write("strategy.memory.flash", source.text(folder), *used)

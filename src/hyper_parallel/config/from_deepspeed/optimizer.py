@@ -10,25 +10,14 @@ def convert_optimizer(source: Source) -> None:
     key, params = "optimizer.type", "optimizer.params"
     name = source.text(key)
     peak = _peak(source)
-    if name is None or name.lower() not in ("adam", "adamw") or _unlike(source, name):
-        why = (
-            "'type' is missing, and no optimizer is built without it"
-            if name is None
-            else "no counterpart: train.optimizer is adamw or muon, or one that you register (docs/training.md)"
-            if name.lower() not in ("adam", "adamw")
-            else "no counterpart: Adam with decay in the gradient; train.optimizer is AdamW"
-        )
+    if (why := _no_counterpart(source, name)) is not None:
         for one in (key, *(f"{params}.{inner}" for inner in source.section(params) if "." not in inner)):
             source.leave(one, why)
         if peak is not None:
             source.write("train.optimizer.lr", peak, "scheduler.params.warmup_max_lr")
         return
-    source.write(
-        "train.optimizer.name",
-        "adamw",
-        key,
-        note="" if name.lower() == "adamw" else "Adam decouples decay here",
-    )
+    decoupled = "" if name == "AdamW" else "decay is decoupled, as in DeepSpeed's Adam by default"
+    source.write("train.optimizer.name", "adamw", key, "optimizer.params.adam_w_mode", note=decoupled)
     _learning_rate(source, peak)
     _betas(source)
     for ours, argument, default, more in (
@@ -43,8 +32,18 @@ def convert_optimizer(source: Source) -> None:
         source.write(f"train.optimizer.{ours}", value, f"{params}.{ours}", note=note)
 
 
-def _unlike(source: Source, name: str) -> bool:
-    return name.lower() == "adam" and source.flag("optimizer.params.adam_w_mode") is False
+def _no_counterpart(source: Source, name: str | None) -> str | None:
+    """Why an optimizer has no counterpart; None for AdamW."""
+    known = name.lower() if name else None
+    if known is None:
+        return "'type' is missing, and no optimizer is built without it"
+    if known == "muon":
+        return "updates are scaled differently by train.optimizer: {name: muon}; write it there (docs/training.md)"
+    if known not in ("adam", "adamw"):
+        return "no counterpart: train.optimizer is adamw or muon, or one that you register (docs/training.md)"
+    if known == "adam" and source.flag("optimizer.params.adam_w_mode") is False:
+        return "no counterpart: Adam with decay in the gradient; train.optimizer is AdamW"
+    return None
 
 
 def _peak(source: Source) -> float | None:
@@ -57,16 +56,15 @@ def _peak(source: Source) -> float | None:
 
 def _learning_rate(source: Source, peak: float | None) -> None:
     own, scheduled = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
+    value, note = _filled(source, own, "learning_rate", 1e-3)
     if peak is not None:
         source.write("train.optimizer.lr", peak, scheduled, own, note="the scheduler's peak")
-        return
-    value, note = _filled(source, own, "learning_rate", 1e-3)
-    if source.is_auto(scheduled):
-        source.write("train.optimizer.lr", value, own, scheduled, note=note)
-    elif value > 0:
-        source.write("train.optimizer.lr", value, own, note=note)
-    else:
+    elif value <= 0:
         source.leave(own, "must be above 0 here")
+    elif source.is_auto(scheduled):
+        source.write("train.optimizer.lr", value, own, scheduled, note=note)
+    else:
+        source.write("train.optimizer.lr", value, own, note=note)
 
 
 def _betas(source: Source) -> None:

@@ -47,7 +47,7 @@ def convert_batch(source: Source, data: int | None) -> None:
                 key, "train.batch is that of all ranks: it follows from the micro-batch and --devices"
             )
         return
-    note_batch = "" if source.whole(_BATCH) else f"· {data} data ranks"
+    note_batch = "" if source.whole(_BATCH) else f"times {data} data ranks"
     source.write("train.batch", batch, _BATCH, _MICRO, _STEPS, note=note_batch)
     if micro is not None and batch % micro == 0:
         source.write("train.micro_batch", micro, _MICRO, _STEPS, note=note)
