@@ -95,7 +95,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "train_batch_size": 256,
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 8,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "weight_decay": 3e-7}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 1e-3, "betas": [0.8, 0.999], "weight_decay": 3e-7, "adam_w_mode": True},
+        },
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {

@@ -41,7 +41,8 @@ def _no_counterpart(source: Source, name: str | None) -> str | None:
         return "updates are scaled differently by train.optimizer: {name: muon}; write it there (docs/training.md)"
     if known not in ("adam", "adamw"):
         return "no counterpart: train.optimizer is adamw or muon, or one that you register (docs/training.md)"
-    if known == "adam" and source.flag("optimizer.params.adam_w_mode") is False:
+    decoupled = source.flag("optimizer.params.adam_w_mode")
+    if known == "adam" and decoupled is False:
         return "no counterpart: Adam with decay in the gradient; train.optimizer is AdamW"
     return None
 
