@@ -226,6 +226,18 @@ def test_the_scheduler_sets_the_peak(tmp_path: Path) -> None:
     assert run.strategy.axes.shard == 8  # 256 / (4 · 8)
 
 
+def test_warmup_decay_has_a_peak_where_nobody_wrote_one() -> None:
+    content = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000}},
+    }
+    done = convert(content)
+    assert done.fragment["train"]["optimizer"]["lr"] == 1e-3
+    assert "lr = 2e-05; the peak of the scheduler, DeepSpeed's default" in done.text
+    content["scheduler"]["type"] = "WarmupCosineLR"
+    assert convert(content).fragment["train"]["optimizer"]["lr"] == 2e-5
+
+
 def test_axes_of_several_kinds(tmp_path: Path) -> None:
     axes = loaded(convert(EXAMPLES["bf16_cosine_split"], devices=16), tmp_path).strategy.axes
     assert (axes.replicate, axes.shard, axes.context, axes.tensor) == (2, 2, 2, 2)

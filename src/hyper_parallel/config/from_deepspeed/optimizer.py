@@ -13,8 +13,10 @@ def convert_optimizer(source: Source) -> None:
     if (why := _no_counterpart(source, name)) is not None:
         for one in (key, *(f"{params}.{inner}" for inner in source.section(params) if "." not in inner)):
             source.leave(one, why)
-        if peak is not None:
-            source.write("train.optimizer.lr", peak, "scheduler.params.warmup_max_lr")
+        if peak is not None and name is None:
+            source.write("train.optimizer.lr", peak, _PEAK, note=_origin(source))
+        elif name is not None:
+            source.leave(_PEAK, "a rate of that optimizer; train.optimizer.lr is the peak of this one")
         return
     decoupled = "" if name == "AdamW" else "decay is decoupled, as in DeepSpeed's Adam by default"
     source.write("train.optimizer.name", "adamw", key, "optimizer.params.adam_w_mode", note=decoupled)
@@ -47,23 +49,32 @@ def _no_counterpart(source: Source, name: str | None) -> str | None:
     return None
 
 
+_PEAK = "scheduler.params.warmup_max_lr"
+
+
 def _peak(source: Source) -> float | None:
-    """The scheduler's peak, which replaces the optimizer's learning rate."""
-    if source.text("scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
+    """The scheduler's peak, which replaces the optimizer's learning rate; None where the optimizer's applies."""
+    kind = source.text("scheduler.type")
+    if kind not in ("WarmupLR", "WarmupDecayLR") or source.is_auto(_PEAK):
         return None
-    found = source.number("scheduler.params.warmup_max_lr")
-    return found if found else None
+    # WarmupDecayLR has a peak of its own even where nobody wrote one.
+    return source.number(_PEAK) or (1e-3 if kind == "WarmupDecayLR" else None)
+
+
+def _origin(source: Source) -> str:
+    default = "" if source.number(_PEAK) else ", DeepSpeed's default"
+    return f"the peak of the scheduler{default}, replaces the optimizer's rate"
 
 
 def _learning_rate(source: Source, peak: float | None) -> None:
-    own, scheduled = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
+    own = "optimizer.params.lr"
     value, note = _filled(source, own, "learning_rate", 1e-3)
     if peak is not None:
-        source.write("train.optimizer.lr", peak, scheduled, own, note="the scheduler's peak")
+        source.write("train.optimizer.lr", peak, _PEAK, own, note=_origin(source))
     elif value <= 0:
         source.leave(own, "must be above 0 here")
-    elif source.is_auto(scheduled):
-        source.write("train.optimizer.lr", value, own, scheduled, note=note)
+    elif source.is_auto(_PEAK):
+        source.write("train.optimizer.lr", value, own, _PEAK, note=note)
     else:
         source.write("train.optimizer.lr", value, own, note=note)
 
