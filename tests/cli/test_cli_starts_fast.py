@@ -12,7 +12,7 @@ import pytest
 
 import hyper_parallel
 
-COMMANDS = ("train", "verify", "inspect", "plan", "export", "schema", "doctor")
+COMMANDS = ("train", "verify", "inspect", "plan", "export", "convert", "schema", "doctor")
 HEAVY = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "datasets", "tensorboard")
 
 # Runs the real command line in a fresh interpreter and says, after it, what it has imported.

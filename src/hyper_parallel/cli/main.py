@@ -12,6 +12,7 @@ import click
 
 from hyper_parallel._version import __version__
 from hyper_parallel.cli.calibrate import calibrate
+from hyper_parallel.cli.convert import convert
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.export import export
 from hyper_parallel.cli.generate import generate
@@ -60,7 +61,20 @@ def command() -> None:
     """
 
 
-for _subcommand in (train, generate, rl, verify, inspect, simulate, plan, export, schema, calibrate, doctor):
+for _subcommand in (
+    train,
+    generate,
+    rl,
+    verify,
+    inspect,
+    simulate,
+    plan,
+    export,
+    convert,
+    schema,
+    calibrate,
+    doctor,
+):
     command.add_command(_subcommand)
 
 

@@ -1,0 +1,182 @@
+"""The JSON that is converted: checked reading of its keys, and a record of what became of each.
+
+`auto` is Transformers' placeholder for one of its training arguments: it is filled from the arguments that the user
+gives, else with Transformers' default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hyper_parallel.config import yaml12
+from hyper_parallel.config.from_deepspeed.conversion import Path, Setting, Unconverted, shown
+from hyper_parallel.config.from_deepspeed.reasons import reason
+from hyper_parallel.errors import ConfigError, nearest
+
+AUTO = "auto"
+ARGUMENTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 5e-5,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "warmup_steps": 0,
+    "max_steps": -1,
+    "bf16": False,
+    "fp16": False,
+    "gradient_checkpointing": False,
+}
+"""Transformers' training arguments that fill `auto`, with Transformers' defaults."""
+
+
+class Source:
+    """A DeepSpeed JSON while it is converted. Readers raise ConfigError for a value of another kind."""
+
+    def __init__(self, content: Mapping[str, Any], name: str, arguments: Sequence[str] = ()) -> None:
+        self.name = name
+        self._content = content
+        self._arguments = _read_arguments(arguments)
+        self._unused = set(self._arguments)
+        self._settings: dict[str, Setting] = {}
+        self._reasons: dict[Path, str] = {}
+
+    def value(self, key: str) -> Any:
+        """The value of a dotted key, or None where it is left out (or null)."""
+        found: Any = self._content
+        for depth, part in enumerate(parts := key.split(".")):
+            # `zero_optimization: true` is DeepSpeed's first format, without keys below.
+            if found is None or (isinstance(found, bool) and parts[0] == "zero_optimization" and depth == 1):
+                return None
+            if not isinstance(found, Mapping):
+                raise self.error(".".join(parts[:depth]), "must be an object {...}", found)
+            found = found.get(part)
+        return found
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """The section under a dotted key, empty where it is left out."""
+        found = self.value(key)
+        if found is None or isinstance(found, Mapping):
+            return found or {}
+        raise self.error(key, "must be an object {...}", found)
+
+    def whole(self, key: str, least: int = 1) -> int | None:
+        """A whole number of at least `least`; 1e3 counts as one. None where the key is left out, or is `auto`."""
+        found = self.number(key, least)
+        if found is not None and not float(found).is_integer():
+            raise self.error(key, "must be a whole number", found)
+        return None if found is None else int(found)
+
+    def number(self, key: str, least: float = 0.0) -> float | None:
+        """A finite number of at least `least`. None where the key is left out, or is `auto`."""
+        found = self.value(key)
+        if found is None or found == AUTO:
+            return None
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+            raise self.error(key, "must be a number, or auto", found)
+        if not least <= found < 2**63:
+            raise self.error(key, f"must be at least {least:g}", found)
+        return found
+
+    def flag(self, key: str) -> bool | None:
+        """true or false. None where the key is left out, or is `auto`."""
+        found = self.value(key)
+        if found is None or found == AUTO:
+            return None
+        if not isinstance(found, bool):
+            raise self.error(key, "must be true or false", found)
+        return found
+
+    def text(self, key: str) -> str | None:
+        """A text. None where the key is left out."""
+        found = self.value(key)
+        if found is not None and not isinstance(found, str):
+            raise self.error(key, "must be text", found)
+        return found
+
+    def is_auto(self, key: str) -> bool:
+        """Whether a key is Transformers' placeholder."""
+        return bool(self.value(key) == AUTO)
+
+    def given(self, argument: str) -> Any:
+        """A training argument that the user gave, or None."""
+        self._unused.discard(argument)
+        return self._arguments.get(argument)
+
+    def filled(self, argument: str) -> tuple[Any, str]:
+        """The value that replaces `auto`, and its origin in words."""
+        found = self.given(argument)
+        if found is not None:
+            return found, f"filled with {argument}={found}"
+        return ARGUMENTS[argument], f"Transformers' default of {argument}, check it"
+
+    def write(self, key: str, value: Any, *sources: str, note: str = "") -> None:
+        """Record a setting of the run file; `sources`: dotted keys, of which those that are left out do not count."""
+        paths = tuple(tuple(one.split(".")) for one in sources if self.value(one) is not None)
+        origin = ", ".join(shown(path, self.value(".".join(path))) for path in paths)
+        comment = "; ".join(part for part in (origin, note) if part)
+        self._settings[key] = Setting(key=key, value=value, sources=paths, comment=comment)
+
+    def wrote(self, key: str) -> bool:
+        """Whether there is a setting for this key, or for a key of this section."""
+        return any(one == key or one.startswith(f"{key}.") for one in self._settings)
+
+    def leave(self, key: str, why: str) -> None:
+        """Record that a key has no setting, and why."""
+        self._reasons[tuple(key.split("."))] = why
+
+    def settings(self) -> tuple[Setting, ...]:
+        """All settings, by section of the run file."""
+        order = ["train", "strategy", "trackers"]
+        return tuple(sorted(self._settings.values(), key=lambda one: order.index(one.key.split(".")[0])))
+
+    def unconverted(self) -> tuple[Unconverted, ...]:
+        """Every key of the JSON that no setting comes from. Raises ConfigError for an argument without use."""
+        if self._unused:
+            name = min(self._unused)
+            raise ConfigError(
+                f"argument {name}={self._arguments[name]}: no key of {self.name} is 'auto' for it; leave it out, and "
+                "set the key of the run file"
+            )
+        used = {path for one in self._settings.values() for path in one.sources}
+        return tuple(
+            Unconverted(path=path, value=value, why=self._reasons.get(path) or reason(path, value))
+            for path, value in _leaves(self._content, ())
+            if path not in used
+        )
+
+    def error(self, key: str, needed: str, got: Any) -> ConfigError:
+        """What a key must be, and what it is."""
+        return ConfigError(f"{self.name}: {shown(tuple(key.split('.')), got)}: {needed}")
+
+
+def _leaves(content: Any, above: Path) -> Iterator[tuple[Path, Any]]:
+    """Every value that is no section, and every section without keys."""
+    if isinstance(content, Mapping) and (content or not above):
+        for key, value in content.items():
+            yield from _leaves(value, (*above, str(key)))
+    else:
+        yield above, content
+
+
+def _read_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in ARGUMENTS:
+            hint = nearest(name, ARGUMENTS) or f"; they are {', '.join(ARGUMENTS)}"
+            raise ConfigError(
+                f"argument {text}: write a training argument of Transformers as name=value{hint}"
+            )
+        read, default = yaml12.parse(value, f"argument {text}", lines=False), ARGUMENTS[name]
+        numeric = isinstance(read, int | float) and not isinstance(read, bool)
+        right = {bool: isinstance(read, bool), int: type(read) is int, float: numeric}[type(default)]
+        if not right or (numeric and not 0 <= read < 2**63):
+            kind = {bool: "true or false", int: "a whole number", float: "a number"}[type(default)]
+            raise ConfigError(f"argument {text}: must be {kind}, not below 0")
+        found[name] = read
+    return found
