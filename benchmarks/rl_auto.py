@@ -100,18 +100,22 @@ def main() -> int:
         "--load", action="store_true", help="other work runs on this machine: to be run again"
     )
     given = parser.parse_args()
-    parts = [given.only] if given.only else ["models", "timers"]
-    found = {
-        part: {
-            str(staleness): summary(
-                [round_of(part, staleness, number, given.steps) for number in range(given.rounds)]
-            )
-            for staleness in given.staleness
-        }
-        for part in parts
-    }
-    write(NAME, {"steps": given.steps, "other_work_on_the_machine": given.load, **found})
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for part in [given.only] if given.only else ["models", "timers"]:
+        for staleness in given.staleness:
+            for number in range(given.rounds):
+                one = round_of(part, staleness, number, given.steps)
+                rounds.setdefault(part, {}).setdefault(str(staleness), []).append(one)
+                keep(rounds, given.steps, given.load)
     return 0
+
+
+def keep(rounds: dict[str, dict[str, list[dict[str, Any]]]], steps: int, load: bool) -> None:
+    """Write what there is."""
+    found = {
+        part: {staleness: summary(one) for staleness, one in own.items()} for part, own in rounds.items()
+    }
+    write(NAME, {"steps": steps, "other_work_on_the_machine": load, **found})
 
 
 def round_of(part: str, staleness: int, seed: int, steps: int) -> dict[str, Any]:
