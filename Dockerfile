@@ -1,12 +1,13 @@
-# An image with HyperParallel. BASE chooses the machine; none of the three has been built by the project's own tests.
+# An image with HyperParallel; BASE chooses the machine. None of the three has been built yet: the project's tests have no
+# Docker. BASE needs Python 3.11 or newer, or apt with such a Python.
 #
 #   docker build -t hyper-parallel .                                                             # CPU
 #   docker build -t hyper-parallel --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 .     # NVIDIA
-#   docker build -t hyper-parallel --build-arg BASE=ascendai/cann:latest --build-arg EXTRA=torch_npu .   # Ascend
+#   docker build -t hyper-parallel --build-arg BASE=ascendai/cann:TAG --build-arg EXTRA=torch_npu .   # Ascend, TAG with py3.11
 #
-# PyTorch comes from the package index that pip is configured with; there its build for CUDA or for CPUs is chosen
-# (TORCH_INDEX: another index, such as that of PyTorch's CPU builds). On Ascend, torch_npu must be of PyTorch's own version, and
-# the image must fit the machine's driver.
+# PyTorch comes from the package index that pip is configured with; TORCH_INDEX names another one, such as that of PyTorch's
+# builds for CPUs. On Ascend, torch_npu must be of PyTorch's version, CANN's variables must be set (its set_env.sh), and the
+# image must fit the machine's driver.
 ARG BASE=python:3.12-slim-bookworm
 FROM ${BASE}
 ARG EXTRA=""

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from docs_site import commands_page, links, python_page, run_file_page
+from docs_site import commands_page, foreign, links, python_page, run_file_page
 from docs_site.example_values import Examples
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -20,11 +18,6 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("mkdocs.hooks.site")
-_LOADED = re.compile(
-    r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^\"'\s>]+"
-    r"|<link\b(?![^>]*\brel=[\"']?canonical)[^>]*\bhref=[\"']?(?:https?:)?//[^\"'\s>]+"
-    r"|(?:url\(|@import\s+)[\"']?(?:https?:)?//[^\"')\s]+"
-)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -58,14 +51,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:
     """Warns of each address that a built page would load from another host."""
-    for where in foreign(Path(config.site_dir)):
+    for where in foreign.loaded(Path(config.site_dir)):
         log.warning(where)
-
-
-def foreign(site: Path) -> Iterator[str]:
-    """One line for each file of a built site that loads a script, style, image or font from another host."""
-    for file in sorted(site.rglob("*")):
-        if file.suffix in (".html", ".css"):
-            found = _LOADED.search(file.read_text(encoding="utf-8"))
-            if found:
-                yield f"{file.relative_to(site)} loads from another host: {found[0][:120]}"

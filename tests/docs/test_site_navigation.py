@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from docs_site import links
+from docs_site import foreign, links
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -106,3 +106,19 @@ def test_files_beside_the_documents_are_links_where_the_repository_has_an_addres
         "[r](../examples/x.py)", "docs/a.md", ROOT, "https://host/owner/repo/blob/main/"
     )
     assert rewritten == "[r](https://host/owner/repo/blob/main/examples/x.py)"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "loads"),
+    [
+        ("a.html", '<script src="https://cdn.x/y.js"></script>', True),
+        ("a.html", "<link rel=stylesheet href=//fonts.x/css>", True),
+        ("a.css", "@font-face{src:url(https://fonts.x/a.woff2)}", True),
+        ("a.html", '<a href="https://arxiv.org/abs/1"><img src="images/a.svg"></a>', False),
+        ("a.html", '<link rel="canonical" href="https://x.y/">', False),
+        ("a.css", "a{background:url(data:image/svg+xml;base64,x)}", False),
+    ],
+)
+def test_what_is_loaded_from_other_hosts_is_seen(tmp_path: Path, name: str, text: str, loads: bool) -> None:
+    (tmp_path / name).write_text(text)
+    assert bool(list(foreign.loaded(tmp_path))) == loads
