@@ -34,6 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     generated = {
         "reference/run-file.md": run_file_page.page("run", found),
         "reference/rl-file.md": run_file_page.page("rl", found),
+        "reference/generation-file.md": run_file_page.page("generation", found),
         "reference/commands.md": commands_page.page(),
         "reference/python.md": python_page.page(ROOT),
     }

@@ -14,7 +14,9 @@ from docs_site import foreign, links
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GENERATED = {f"reference/{name}.md" for name in ("run-file", "rl-file", "commands", "python")}
+GENERATED = {
+    f"reference/{name}.md" for name in ("run-file", "rl-file", "generation-file", "commands", "python")
+}
 """Pages that the hooks make of the schema, the commands and the public names."""
 FILES = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in links.PAGES if name != links.HISTORY)])
 _HEADING = re.compile(r"^#+ +(.*?) *#*$", re.M)

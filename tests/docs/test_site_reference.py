@@ -13,6 +13,7 @@ from docs_site import schema_tree as tree
 from docs_site.example_values import CHOSEN, KINDS, Examples
 
 import hyper_parallel
+from hyper_parallel import checkpoint
 from hyper_parallel.cli.main import command
 from hyper_parallel.config import yaml12
 from hyper_parallel.config.json_schema import json_schema
@@ -62,6 +63,8 @@ def test_the_page_has_every_key_once(kind: str) -> None:
     assert len(ids) == len(set(ids))
     if kind == "run":
         assert len(headings) == len(keys("run"))
+    elif kind == "generation":
+        assert {"inference.max_tokens", "strategy.memory.device", "workload.requests"} <= set(headings)
     else:
         assert {"rl.algorithm", "rl.staleness", "roles.actor.devices", "task.reward"} <= set(headings)
     assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= set(ids)
@@ -83,9 +86,22 @@ def test_every_command_is_shown() -> None:
         assert f"Usage: hyper-parallel {name}" in page
 
 
-def test_every_public_name_is_shown() -> None:
+def test_every_public_name_is_shown_from_its_home() -> None:
     page = python_page.page(ROOT)
-    for name in hyper_parallel.__all__:
-        assert name.startswith("_") or f"::: hyper_parallel.{name}\n" in page
-    for module in python_page.MODULES:
-        assert f"::: {module}." in page
+    names = [name for name in hyper_parallel.__all__ if not name.startswith("_")]
+    for module, public in {"hyper_parallel": names, "hyper_parallel.checkpoint": checkpoint.__all__}.items():
+        for name in public:
+            assert f'heading: "{module}.{name}"\n' in page
+    for full in re.findall(r"^::: (\S+)$", page, re.M):
+        assert defined(full), full
+    assert "::: hyper_parallel.shard.parallelize.parallelize\n" in page
+
+
+def defined(full: str) -> bool:
+    """Whether a full name is a module, or defined at the top of one; nothing is imported."""
+    path = ROOT / "src" / full.replace(".", "/")
+    if path.with_suffix(".py").is_file():
+        return True
+    name = path.name
+    file = path.parent / "__init__.py" if path.parent.is_dir() else path.parent.with_suffix(".py")
+    return re.search(rf"^(?:(?:class|def) {name}\b|{name}\b.*=)", file.read_text(), re.M) is not None

@@ -12,14 +12,17 @@ import yaml
 
 from docs_site import schema_tree as tree
 from hyper_parallel.config import yaml12
+from hyper_parallel.config.generate import GenerateConfig
 from hyper_parallel.config.json_schema import json_schema
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.run import RunConfig
 from hyper_parallel.errors import ConfigError
 
-KINDS = {"run": RunConfig, "rl": RLConfig}
+KINDS = {"run": RunConfig, "rl": RLConfig, "generation": GenerateConfig}
 """The kinds of files that have a page."""
 CHOSEN = Path(__file__).with_name("examples.yaml")
+_MARKS = {"rl": {"roles", "rl", "task"}, "generation": {"inference", "workload"}}
+"""Sections by which a file of a kind is known, beside having no other keys than this kind."""
 LONGEST = 72
 """Characters of the longest example that a page shows."""
 _BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.M | re.S)
@@ -77,15 +80,12 @@ def _of_schema(field: dict[str, Any]) -> Iterator[Any]:
 def _contents(root: Path, kind: str, keys: set[str]) -> Iterator[Any]:
     """What the chosen file, the examples and the documents' YAML blocks of one kind hold."""
     yield from (yaml.safe_load(CHOSEN.read_text(encoding="utf-8")) or {}).get(kind, [])
-    for file in sorted((root / "examples").rglob("*.yaml")):
-        content = _parsed(file.read_text(encoding="utf-8"))
-        if (("roles" in content) or ("rl" in content)) == (kind == "rl") and content.keys() <= keys:
-            yield content
+    texts = [file.read_text(encoding="utf-8") for file in sorted((root / "examples").rglob("*.yaml"))]
     for page in sorted((root / "docs").rglob("*.md")):
-        for block in _BLOCK.findall(page.read_text(encoding="utf-8")):
-            content = _parsed(block)
-            if content.keys() <= keys:
-                yield content
+        texts += _BLOCK.findall(page.read_text(encoding="utf-8"))
+    for content in map(_parsed, texts):
+        if content.keys() <= keys and (content.keys() & _MARKS.get(kind, content.keys())):
+            yield content
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -22,8 +22,22 @@ def public_names(file: Path) -> list[str]:
     return sorted(module.stem for module in file.parent.glob("*.py") if not module.stem.startswith("_"))
 
 
+def home(source: Path, module: str, name: str) -> str:
+    """The full name of an object where it is defined: imports of packages are followed.
+
+    A package may have a module with the name of an object that it imports; the full name is not ambiguous.
+    """
+    file = source / module.replace(".", "/") / "__init__.py"
+    if file.is_file():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and name in (one.name for one in node.names):
+                return home(source, node.module, name)
+    return f"{module}.{name}"
+
+
 def page(root: Path) -> str:
     """Markdown that mkdocstrings fills."""
+    source = root / "src"
     lines = [
         "# Python",
         "",
@@ -32,6 +46,8 @@ def page(root: Path) -> str:
     ]
     for module, title in {"hyper_parallel": "The package", **MODULES}.items():
         lines += [f"## {title}", "", f"Public names of `{module}`.", ""]
-        for name in public_names(root / "src" / module.replace(".", "/") / "__init__.py"):
-            lines += [f"::: {module}.{name}", ""]
+        for name in public_names(source / module.replace(".", "/") / "__init__.py"):
+            shown = f"{module}.{name}"
+            lines += [f"::: {home(source, module, name)}", "    options:", f'      heading: "{shown}"']
+            lines += [f'      toc_label: "{name}"', ""]
     return "\n".join(lines)

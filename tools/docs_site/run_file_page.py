@@ -11,11 +11,16 @@ from docs_site.example_values import KINDS, Examples, flow
 from hyper_parallel.config.json_schema import json_schema
 from hyper_parallel.config.schema import sections_of
 
-_TITLES = {"run": "Run file", "rl": "Reinforcement learning file"}
-_COMMANDS = {"run": "hyper-parallel schema", "rl": "hyper-parallel schema --rl"}
+_TITLES = {"run": "Run file", "rl": "Reinforcement learning file", "generation": "Generation file"}
+_COMMANDS = {
+    "run": "hyper-parallel schema",
+    "rl": "hyper-parallel schema --rl",
+    "generation": "hyper-parallel schema --generate",
+}
 _READERS = {
-    "run": "`hyper-parallel train`, `verify`, `inspect`, `simulate` and `generate` read",
+    "run": "`hyper-parallel train`, `verify`, `inspect`, `simulate` and `plan` read",
     "rl": "`hyper-parallel rl` reads",
+    "generation": "`hyper-parallel generate --config` and `simulate --generate` read",
 }
 
 
@@ -34,7 +39,7 @@ def page(kind: str, examples: Examples) -> str:
     lines = [
         f"# {_TITLES[kind]}",
         "",
-        f"{_READERS[kind]} this file. This page is made from the schema that `{_COMMANDS[kind]}` prints, with which",
+        f"{_READERS[kind]} this file. This page is made from the schema that `hyper-parallel schema{_OPTIONS[kind]}` prints, with which",
         "an editor completes and checks the file. On the command line each key is a dotted override, such as",
         "`train.steps=20`.",
         "",
