@@ -12,11 +12,7 @@ from hyper_parallel.config.json_schema import json_schema
 from hyper_parallel.config.schema import sections_of
 
 _TITLES = {"run": "Run file", "rl": "Reinforcement learning file", "generation": "Generation file"}
-_COMMANDS = {
-    "run": "hyper-parallel schema",
-    "rl": "hyper-parallel schema --rl",
-    "generation": "hyper-parallel schema --generate",
-}
+_OPTIONS = {"run": "", "rl": " --rl", "generation": " --generate"}
 _READERS = {
     "run": "`hyper-parallel train`, `verify`, `inspect`, `simulate` and `plan` read",
     "rl": "`hyper-parallel rl` reads",
@@ -39,9 +35,9 @@ def page(kind: str, examples: Examples) -> str:
     lines = [
         f"# {_TITLES[kind]}",
         "",
-        f"{_READERS[kind]} this file. This page is made from the schema that `hyper-parallel schema{_OPTIONS[kind]}` prints, with which",
-        "an editor completes and checks the file. On the command line each key is a dotted override, such as",
-        "`train.steps=20`.",
+        f"{_READERS[kind]} this file. This page is made from the schema that",
+        f"`hyper-parallel schema{_OPTIONS[kind]}` prints, with which an editor completes and checks the file.",
+        "On the command line each key is a dotted override, such as `train.steps=20`.",
         "",
     ]
     for section in found:
