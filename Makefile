@@ -53,7 +53,7 @@ lock: venv ## Rewrite requirements/lock.txt from .venv
 
 docs: ## The documentation site, in site/: built without a network, from .venv-docs; a broken link fails
 	@tools/venv_docs.sh .venv-docs
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean
 	@echo "site/index.html; with search: python3 -m http.server --directory site --bind 127.0.0.1"
 
 wheel: venv ## Build the wheel into dist/ and run it from an empty environment and folder

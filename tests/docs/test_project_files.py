@@ -73,6 +73,15 @@ def test_the_site_has_pins_alone() -> None:
     assert not {"torch", "transformers"} & {pin.name for pin in pins}
 
 
+def test_the_site_is_built_strictly() -> None:
+    """With --quiet mkdocs counts no warnings, so that --strict has no effect."""
+    recipe = MAKEFILE.split("\ndocs:")[1].split("\n\n")[0]
+    assert "mkdocs build --strict" in recipe
+    assert not re.search(r"--quiet| -q\b", recipe)
+    validation = read("mkdocs.yml")["validation"]
+    assert {level for part in validation.values() for level in part.values()} == {"warn"}
+
+
 def test_no_package_index_is_named() -> None:
     for name in ("requirements/docs.txt", "tools/venv_docs.sh", "tools/wheel.sh", "Dockerfile", "mkdocs.yml"):
         assert not re.search(r"(?:index-url|find-links)[ =]+http|pypi", (ROOT / name).read_text()), name
