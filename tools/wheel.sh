@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
-python=$root/${1:-.venv}/bin/python
+python=$(cd "${1:-.venv}" && pwd)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONPATH
 
