@@ -7,7 +7,7 @@ TESTERS := 2
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test matrix test-llamafactory test-ray lint format lock clean
+.PHONY: help venv train test matrix test-llamafactory test-ray lint format lock docs wheel clean
 
 help: ## Show this
 	@echo "usage: make TARGET"
@@ -51,6 +51,14 @@ lock: venv ## Rewrite requirements/lock.txt from .venv
 	@$(BIN)/python tools/lock.py > requirements/lock.txt.new
 	@mv requirements/lock.txt.new requirements/lock.txt
 
+docs: ## The documentation site, in site/: built without a network, from .venv-docs; a broken link fails
+	@tools/venv_docs.sh .venv-docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean
+	@echo "site/index.html; with search: python3 -m http.server --directory site --bind 127.0.0.1"
+
+wheel: venv ## Build the wheel into dist/ and run it from an empty environment and folder
+	@tools/wheel.sh $(VENV)
+
 clean: ## Remove .venv and all caches; runs and checkpoints stay
-	rm -rf $(VENV) .venv-llamafactory .venv-ray .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+	rm -rf $(VENV) .venv-llamafactory .venv-ray .venv-docs site .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

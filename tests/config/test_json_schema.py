@@ -55,6 +55,12 @@ def test_the_examples_of_reinforcement_learning(file: Path) -> None:
     load_rl(file)
 
 
+def test_files_of_generation() -> None:
+    assert problems(printed("--generate"), {"version": 1, "inference": {"max_tokens": 40}}) == []
+    assert problems(printed("--generate"), {"version": 1, "inference": {"tokens": 40}})
+    assert problems(printed("--generate"), {"version": 1, "strategy": "auto"})
+
+
 @pytest.mark.parametrize(
     "roles",
     [

@@ -19,7 +19,8 @@ from hyper_parallel.integration.trainer import SpreadTrainer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"hyper-parallel (?:train|verify) (examples/[^\n#`]*)", README)))
+SHOWN = "\n".join([README, *(page.read_text() for page in sorted((ROOT / "docs/tutorial").glob("*.md")))])
+COMMANDS = sorted(set(re.findall(r"hyper-parallel (?:train|verify) (examples/[^\n#`]*)", SHOWN)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -10,7 +10,8 @@ import click
 @click.command(short_help="Print the JSON schema of the run file, for editors.")
 @click.option("--strategy", is_flag=True, help="The schema of a Strategy file instead of a run file.")
 @click.option("--rl", is_flag=True, help="The schema of a file of hyper-parallel rl.")
-def schema(strategy: bool, rl: bool) -> None:
+@click.option("--generate", is_flag=True, help="The schema of a file of hyper-parallel generate --config.")
+def schema(strategy: bool, rl: bool, generate: bool) -> None:
     """Print the JSON schema of the run file, with which an editor completes and checks it.
 
     With the YAML extension of VS Code, or any editor that uses yaml-language-server, write the schema to a file
@@ -26,12 +27,15 @@ def schema(strategy: bool, rl: bool) -> None:
     Exit codes:
       0    printed
     """
-    if strategy and rl:
-        raise click.UsageError("--strategy and --rl are two kinds of files; give one of them")
+    if strategy + rl + generate > 1:
+        raise click.UsageError(
+            "--strategy, --rl and --generate are different kinds of files; give one of them"
+        )
+    from hyper_parallel.config.generate import GenerateConfig
     from hyper_parallel.config.json_schema import json_schema
     from hyper_parallel.config.rl_run import RLConfig
     from hyper_parallel.config.run import RunConfig
     from hyper_parallel.strategy import Strategy
 
-    kind = Strategy if strategy else RLConfig if rl else RunConfig
+    kind = Strategy if strategy else RLConfig if rl else GenerateConfig if generate else RunConfig
     click.echo(json.dumps(json_schema(kind), indent=2, ensure_ascii=False))

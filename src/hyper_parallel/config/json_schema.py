@@ -1,4 +1,4 @@
-"""The JSON schema (draft 2020-12) of a run file, a file of `rl` or a Strategy file, as editors use it."""
+"""The JSON schema (draft 2020-12) of a run file, a file of `rl`, of `generate`, or a Strategy, as editors use it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hyper_parallel.config.schema import sections_of
 from hyper_parallel.strategy.axes import AUTO
 
 _TITLES = {
+    "GenerateConfig": "HyperParallel generation file",
     "RLConfig": "HyperParallel reinforcement learning file",
     "RunConfig": "HyperParallel run file",
     "Strategy": "HyperParallel Strategy file",
@@ -33,7 +34,7 @@ def json_schema(model: type[BaseModel] = RunConfig) -> dict[str, Any]:
     for section in (body, *sections.values()):
         for key in ("strategy", "axes"):
             field = section.get("properties", {}).get(key)
-            if field is not None and "$ref" in field and model.__name__ != "RLConfig":
+            if field is not None and "$ref" in field and model.__name__ in ("RunConfig", "Strategy"):
                 field["anyOf"] = [{"$ref": field.pop("$ref")}, {"const": AUTO}]
     if "$ref" in body["properties"].get("roles", {}):
         roles = body["properties"]["roles"]
