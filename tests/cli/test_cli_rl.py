@@ -88,6 +88,8 @@ def test_ctrl_c_saves(tmp_path: Path) -> None:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        # A shell in the background lets its processes ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         file = tmp_path / "runs" / "grpo-sort" / "metrics.jsonl"
