@@ -96,6 +96,11 @@ def ours(model: Any, work: Work, **settings: Any) -> Callable[[], Answers]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         generator = Generator(folder, **settings)
+    return answered(generator, work)
+
+
+def answered(generator: Generator, work: Work) -> Callable[[], Answers]:
+    """All requests at once, each with its own length."""
     one_by_one = [generator.settings.model_copy(update={"max_tokens": length}) for length in work.lengths]
 
     def run() -> Answers:

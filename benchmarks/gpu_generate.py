@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from generate_throughput import Answers, Work, continuous, differences, drawn, static
+from generate_throughput import Answers, Work, answered, continuous, differences, drawn, static
 from measure import paired_ratio, without_notes
 from rl_logprobs import gaps
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -39,7 +39,7 @@ def check_generation(
         model = model_of(families[name], device, torch.float32)
         work = drawn(16, longest, int(families[name]["vocab_size"]))
         with without_notes():
-            own, other = ours(model, work)(), static(model, work, 8)()
+            own, other = answered(Generator(model), work)(), static(model, work, 8)()
         found = differences(model, work, own, other)
         tied = found["largest_gap"] <= TIE * _largest_logit(model, work)
         note = f"{found['answers']} of 16 answers differ, by a tie of at most {found['largest_gap']:.1e}"
@@ -62,7 +62,7 @@ def measure_generation(
     model = model_of(fields, device, torch.bfloat16)
     work = drawn(64, longest, int(fields["vocab_size"]))
     runs: dict[str, Callable[[], Answers]] = {
-        "ours": ours(model, work),
+        "ours": answered(Generator(model), work),
         "static": static(model, work, SIZE),
         "continuous": continuous(model, work, PAGE),
     }
@@ -106,21 +106,6 @@ def model_of(fields: dict[str, Any], device: torch.device, dtype: torch.dtype) -
             parameter.mul_(3)
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
     return model
-
-
-def ours(model: Any, work: Work) -> Callable[[], Answers]:
-    """`Generator`, each request with its own length."""
-    generator = Generator(model)
-    one_by_one = [generator.settings.model_copy(update={"max_tokens": length}) for length in work.lengths]
-
-    def run() -> Answers:
-        requests = [
-            generator.request(ids, chosen) for ids, chosen in zip(work.prompts, one_by_one, strict=True)
-        ]
-        found = dict(generator.run(requests))
-        return [found[place].tokens for place in range(len(requests))]
-
-    return run
 
 
 def _largest_logit(model: Any, work: Work) -> float:

@@ -32,9 +32,9 @@ from hyper_parallel.config.load import build
 from hyper_parallel.config.rl_run import RLConfig, load_rl
 from hyper_parallel.config.role_launch import RoleLaunch
 from hyper_parallel.rl.controller.placement import HOST
-from hyper_parallel.rl.controller.run import run
 from hyper_parallel.rl.role_split.candidates import roles_of
 from hyper_parallel.rl.role_split.resolve import plan_split
+from hyper_parallel.rl.run import run
 from hyper_parallel.rl.sample import Prompted, Sample
 
 NAME, FIRST = "rl_auto", 5

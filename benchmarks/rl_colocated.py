@@ -30,7 +30,7 @@ from measure import write
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.rl_faults import WatchedEngine
 from hyper_parallel.config.rl_run import load_rl
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 NAME, FIRST, SAMPLE_S = "rl_colocated", 1, 0.02
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"

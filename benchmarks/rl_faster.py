@@ -24,7 +24,7 @@ from typing import Any
 from measure import paired_ratio, write
 
 from hyper_parallel.config.rl_run import load_rl
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 NAME, FIRST = "rl_faster", 5
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"

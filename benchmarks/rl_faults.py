@@ -32,7 +32,7 @@ from harness.rl_faults import WatchedEngine, faults, left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.rl.controller.recorder import Recorder
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 NAME, STEPS = "rl_faults", 120
 ROLES: dict[str, dict[str, Any]] = {

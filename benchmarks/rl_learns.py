@@ -23,7 +23,7 @@ from measure import RESULTS, write
 from pages import DOCS, put
 
 from hyper_parallel.config.rl_run import load_rl
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 NAME = "rl_learns"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"

@@ -25,7 +25,7 @@ from measure import write
 from hyper_parallel.config.load import build
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.role_launch import RoleLaunch
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 from hyper_parallel.rl.sample import Prompted, Sample
 
 NAME, FIRST, SIGMA = "rl_timers", 5, 1.0

@@ -14,7 +14,7 @@ from typing import Any
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.launch.roles.interface import Group
 from hyper_parallel.launch.roles.local import LocalEngine
-from hyper_parallel.rl.controller.run import RLSummary, run
+from hyper_parallel.rl.run import RLSummary, run
 
 
 class WatchedEngine(LocalEngine):

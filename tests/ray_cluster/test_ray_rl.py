@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.rl_runs import rl_config, saved_weights
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 pytestmark = pytest.mark.timeout(900)
 

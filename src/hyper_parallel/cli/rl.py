@@ -80,8 +80,8 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
         if plan:
             _plan(config, file, lambda: stopping)
             return
-        from hyper_parallel.rl.controller.run import run
-        from hyper_parallel.rl.controller.summary import lines
+        from hyper_parallel.rl.run import run
+        from hyper_parallel.rl.summary import lines
 
         summary = run(config, folder=file.parent, stop=lambda: stopping, told=click.echo)
     finally:

@@ -14,7 +14,8 @@ from hyper_parallel.config.launched import Wording
 from hyper_parallel.config.load import load_file
 from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.rl import RLTraining
-from hyper_parallel.config.rl_roles import RoleConfig, Roles
+from hyper_parallel.config.rl_role import RoleConfig
+from hyper_parallel.config.rl_roles import Roles
 from hyper_parallel.config.rl_task import RLEvalConfig, TaskConfig, WarmupConfig
 from hyper_parallel.config.run import Tracker
 from hyper_parallel.strategy.section import PathText, Section

@@ -110,11 +110,6 @@ def render(tokenizer: Any, chat: Chat) -> Rendered:
     return Rendered(whole, tuple(answers), is_open)
 
 
-def whole(tokenizer: Any, chat: Chat) -> str:
-    """A conversation rendered as it is."""
-    return _text(tokenizer, chat, chat.messages)
-
-
 def prompt(tokenizer: Any, chat: Chat) -> str:
     """A conversation rendered up to the generation prompt."""
     return _text(tokenizer, chat, chat.messages, add_generation_prompt=True)

@@ -173,7 +173,7 @@ class Engine:
                     return ended
 
     def _passes(self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf, passes: int) -> list[Running]:
-        """So many passes, fewer when all requests have ended; those that ended."""
+        """At most `passes` passes, fewer when all requests have ended; those that ended."""
         found: list[Running] = []
         with self._generating(cache):
             for _ in range(passes):

@@ -25,7 +25,7 @@ class OpenRun:
         self._scheduler.waiting.append((number, request))
 
     def advance(self, passes: int) -> list[tuple[int, Completion]]:
-        """Compute so many passes, fewer where no request is left; the number and answer of each that ended."""
+        """Compute `passes` passes, fewer where no request is left; the number and answer of each that ended."""
         return [(one.number, one.answer) for one in self._advance(passes)]
 
     def cancel(self, numbers: Collection[int]) -> None:

@@ -11,9 +11,9 @@ import pytest
 from harness.rl_faults import left_behind
 from harness.rl_runs import rl_config
 from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.rl.controller.run import run
 from hyper_parallel.rl.role_split import measure
 from hyper_parallel.rl.role_split.resolve import plan_split
+from hyper_parallel.rl.run import run
 
 AUTO: dict[str, Any] = {"split": "auto", "devices": 2, "rollout": {"page": 16}}
 

@@ -15,7 +15,7 @@ import torch
 from harness.rl_faults import WatchedEngine, left_behind
 from harness.rl_runs import rl_config, saved_tensors
 from hyper_parallel.errors import TierError
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 STAYS = 30000
 """Bytes of the host tier; the rest goes to files."""

@@ -18,7 +18,7 @@ from harness.rl_faults import faulted, left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.errors import ConfigError, UnsupportedModelError
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 APART = {"actor": {"devices": 0}, "rollout": {"devices": 1, "page": 16}}
 PLACES: dict[str, dict[str, Any]] = {

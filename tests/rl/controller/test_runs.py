@@ -15,7 +15,7 @@ from harness.rl_runs import MODEL, expected_weights, rl_config, saved_weights
 from hyper_parallel.data.character_tokenizer import character_tokenizer
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.rl.controller.recorder import Recorder
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 APART = {"actor": {"devices": 0}, "rollout": {"devices": 1, "page": 16}}
 KINDS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.rl_runs import expected_weights, rl_config, saved_weights
-from hyper_parallel.rl.controller.run import run
+from hyper_parallel.rl.run import run
 
 CASES = [
     ({"shard": 2}, {}, "2"),

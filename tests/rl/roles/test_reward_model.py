@@ -18,7 +18,7 @@ from transformers import (
 
 from harness.ranks import run_ranks
 from harness.reward_folders import SHAPE, plain_scores, reward_folder
-from hyper_parallel.config.rl_roles import RewardRole
+from hyper_parallel.config.rl_role import RewardRole
 from hyper_parallel.errors import CheckpointError, ConfigError, DataError, UnsupportedModelError
 from hyper_parallel.rl.roles.reward_model import RewardModel
 

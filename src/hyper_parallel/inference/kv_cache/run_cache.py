@@ -210,7 +210,7 @@ class RunCache:
             finally:
                 self._busy -= 1
                 self._separate = [one for one in self._separate if one is not cache]
-                # The pages go now, and not with the scheduler, of which a figure is still asked for.
+                # The pages go now, and not with the scheduler, whose figure may be read later.
                 cache.clear()
                 shared = scheduler.shared
                 self._shared = lambda: shared

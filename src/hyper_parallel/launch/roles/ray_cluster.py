@@ -69,10 +69,11 @@ def _reach(ray: Any, address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return  # one of Ray's own forms, such as auto
+    host = host.strip("[]")
     if host in ("127.0.0.1", "localhost", "::1"):
         host = ray.util.get_node_ip_address()  # as Ray reads it
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        socket.create_connection((host, int(port)), REACH_S).close()
     except OSError as error:
         raise LaunchError(
             f"cannot join the Ray cluster at {address}: nothing answers at {host}:{port} ({error.strerror or error}); "

@@ -86,7 +86,7 @@ class Scorer(ABC):
     def all_of(
         self, answers: Answers, rows: Sequence[Mapping[str, Any]], max_tokens: int
     ) -> list[float | None]:
-        """The rewards of an evaluation, whose answers have at most so many tokens. Results of others that arrive
+        """The rewards of an evaluation, whose answers have at most `max_tokens` tokens. Results of others that arrive
         meanwhile are kept."""
 
     @abstractmethod

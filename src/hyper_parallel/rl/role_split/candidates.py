@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.config.generate import GenerationStrategy
-from hyper_parallel.config.rl_roles import DATA_AXES, Roles
+from hyper_parallel.config.rl_role import DATA_AXES
+from hyper_parallel.config.rl_roles import Roles
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.launch.world import devices_here
@@ -118,7 +119,7 @@ def _engine(config: RLConfig) -> GenerationStrategy:
 
 
 def _actor_on(config: RLConfig, devices: int) -> dict[str, Any] | None:
-    """The actor's strategy on so many devices; None where that is not allowed."""
+    """The actor's strategy on this number of devices; None where that is not allowed."""
     strategy = config.roles.actor.strategy
     axes = strategy.axes
     opened = axes.open[0] if axes.open else DATA_AXES[0] if axes.data == 1 else None

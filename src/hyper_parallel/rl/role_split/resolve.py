@@ -33,7 +33,7 @@ def plan_split(
 ) -> Choice:
     """Choose the split of a run with `split: auto` and train nothing, but for a warm-up; the run will take it.
 
-    Arguments and errors as of `controller.run.run`; Stopped besides.
+    Arguments and errors as of `rl.run.run`; Stopped besides.
     """
     prompts = Prompts(config)
     with run_lock(config.out), scorer_of(config, folder) as scorer:

@@ -37,13 +37,13 @@ class Waves:
         self._tickets = itertools.count()
 
     def sizes(self, engines: int) -> list[int]:
-        """Answers of an engine at once: all that it has in a run of so many engines, half and a quarter of it; the most
+        """Answers of an engine at once: all that it has where there are `engines`, half and a quarter of it; the most
         last."""
         most = min(self._config.roles.rollout.batch, -(-self._config.rl.answers // engines))
         return sorted({-(-most // part) for part in (4, 2, 1)})
 
     def lane(self, rollout: RoleGroup, copies: int, sizes: Sequence[int], into: list[Wave]) -> Lane:
-        """A wave of each size, again and again, on a group of workers with so many engines."""
+        """A wave of each size, again and again, on a group of workers with `copies` engines."""
         for size in itertools.cycle(sizes):
             # A whole group at least: updates are on such.
             yield from self._wave(rollout, copies, max(size * copies, self._config.rl.group), into)

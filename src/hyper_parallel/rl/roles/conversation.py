@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.data.chat import prompt, whole
+from hyper_parallel.data.chat import conversation, prompt
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import DataError
 
@@ -61,8 +61,8 @@ def _behind(
 
     probe, given = {"role": "assistant", "content": _PROBE}, dict(message)
     own = tokenizer.transformers
-    start = whole(own, chat())
-    alone, followed = whole(own, chat(probe)), prompt(own, chat(probe, given))
+    start = conversation(own, chat())
+    alone, followed = conversation(own, chat(probe)), prompt(own, chat(probe, given))
     _, shown, end = alone.partition(_PROBE)
     head, again, behind = followed.partition(_PROBE)
     if not (
@@ -74,7 +74,7 @@ def _behind(
         )
     said = {"role": "assistant", "content": answer}
     kept = prompt(own, chat(said, given))
-    if not kept.startswith(whole(own, chat(said))) and answer.strip() not in kept[len(start) :]:
+    if not kept.startswith(conversation(own, chat(said))) and answer.strip() not in kept[len(start) :]:
         raise DataError(
             f"{_WHERE}: the chat template leaves out a part of an answer once a message of the role "
             f"{given.get('role')!r} follows; {_MEND}"

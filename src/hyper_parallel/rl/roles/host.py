@@ -53,14 +53,13 @@ class RoleHost:
             model = trained_policy(config, tokenizer, config.roles.actor.strategy, worker.device)
             actor = self._actor = Actor(config, model, tokenizer, worker.device, critic="critic" in roles)
             self._checkpoints = ActorCheckpoints(config, actor)
-            turns: list[Turn] = ["train", "send"]
-            others: list[Turn] = []
-            (turns if shares else others).append("generate")
+            updates: set[Turn] = {"train", "send"}
+            generates: set[Turn] = {"generate"}
             self._memory.add(
                 "actor",
                 lambda: local_tensors(actor.model).values(),
-                needed=turns,
-                leaves=others,
+                needed=updates | generates if shares else updates,
+                leaves=() if shares else generates,
             )
             self._memory.add("optimizer", actor.update_state, needed={"train"}, leaves={"generate"})
         if "reference" in roles:

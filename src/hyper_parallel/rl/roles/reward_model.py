@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.config.model import ModelConfig
-from hyper_parallel.config.rl_roles import RewardRole
+from hyper_parallel.config.rl_role import RewardRole
 from hyper_parallel.data.chat import conversation
 from hyper_parallel.data.document import Chat
 from hyper_parallel.data.tokenizer import load as load_tokenizer

@@ -81,6 +81,9 @@ class RoleMemory:
         self._sizes: dict[str, dict[int, int]] = {}
         """Of each tier, slot to bytes."""
         self._slots = 0
+        self._turn: Turn | None = None
+        self._parts_bytes: int | None = None
+        """Of all parts on the device; None where it has to be counted again."""
         self._resident: dict[str, int] = {}
         self._moved, self._seconds = 0, 0.0
         self._on = settings is not None
@@ -110,6 +113,8 @@ class RoleMemory:
 
     def turn(self, turn: Turn) -> None:
         """It is this turn from now on. Raises TierError where the tiers have no room or fail."""
+        if turn != self._turn:
+            self._turn, self._parts_bytes = turn, None
         if not self._on:
             return
         began, before = time.perf_counter(), self._moved
@@ -139,18 +144,19 @@ class RoleMemory:
         assert part is None or part.valid, f"{name} has been given up, and has no new values"
 
     def look(self, turn: Turn) -> None:
-        """Take note of the bytes on the device in this turn."""
-        self._resident[turn] = max(self._resident.get(turn, 0), self.resident())
+        """Take note of the bytes on the device in this turn. Parts are counted once in it, the KV cache each time."""
+        if self._parts_bytes is None:
+            self._parts_bytes = self._count_parts()
+        self._resident[turn] = max(self._resident.get(turn, 0), self._parts_bytes + self._cache_bytes())
 
-    def resident(self) -> int:
-        """Bytes of all parts and of the KV cache that are on the device."""
+    def _count_parts(self) -> int:
         storages = {
             storage._cdata: storage.nbytes()
             for part in self._parts.values()
             for storage in (one.untyped_storage() for one in part.tensors())
             if storage.device.type == self._device.type
         }
-        return sum(storages.values()) + self._cache_bytes()
+        return sum(storages.values())
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: the most bytes on the device at once in each turn, and with sleep the bytes and seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from hyper_parallel.rl.controller.run import RLSummary
+from hyper_parallel.rl.run import RLSummary
 from hyper_parallel.units import format_seconds
 
 
