@@ -29,12 +29,29 @@ def terminal_width(default: int = WIDTH) -> int:
     return min(WIDEST, max(NARROWEST, shutil.get_terminal_size((default, 24)).columns))
 
 
-def wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> str:
-    """A sentence in lines of at most `width` columns; lines after the first begin with `indent`."""
+def wrapped(text: str, width: int = WIDTH, indent: str = "  ", first: str = "") -> str:
+    """A sentence in lines of at most `width` columns, broken at spaces.
+
+    The first line begins with `first`, the others with `indent`.
+    """
     lines = textwrap.wrap(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return "\n".join(lines)
+
+
+def answer(verdict: str, lines: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
+    """A sentence, then a line for each name and text; texts wrap beside their names. At most `width` columns wide."""
+    beside = max((len(name) for name, _ in lines), default=0) + 2
+    told = [wrapped(verdict, width)]
+    for name, text in lines:
+        told.append(wrapped(text, width, " " * beside, first=name.ljust(beside)))
+    return "\n".join(told) + "\n"
 
 
 def table(timeline: Timeline, width: int = WIDTH) -> str:
