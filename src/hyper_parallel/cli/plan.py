@@ -387,7 +387,10 @@ def _series(
     else:
         points = sweep.curve((question.at(length) for length in lengths), constants, say)
         told = sweep_tables.lengths(points)
-    click.echo(json.dumps(told.to_json(), indent=2) if as_json else told.text(_width()))
+    if as_json:
+        click.echo(json.dumps(told.to_json(), indent=2))
+    else:
+        click.echo(told.text(_width()) if options["details"] else told.short(min(_width(), SHORT)).rstrip())
 
 
 def _evaluate(path: Path, as_json: bool) -> None:

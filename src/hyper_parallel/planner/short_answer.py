@@ -74,10 +74,12 @@ def _ties(one: PrintedAnswer) -> str:
         return "not asked for: the quickest estimate comes first"
     quickest = figures(one.tied.quickest.table, one.tied.quickest.estimate)[0]
     less = 1 - quickest.seconds / one.best[0].seconds
-    sets = f"{one.tied.sets} sets of axes within {one.question.tie:.0%}" if one.tied.sets > 1 else "none"
-    if less < 5e-4:
-        return f"{sets}, the simplest first" if one.tied.sets > 1 else sets
-    return f"{sets}, the simplest first; quickest: {format.axes(quickest.strategy)}, −{less:.1%}"
+    within = f"within {one.question.tie:.0%}"
+    if one.tied.sets == 1:
+        more = f"; other settings of these save {less:.1%}" if less >= 5e-4 else ""
+        return f"no other axes {within}{more}"
+    sets = f"{one.tied.sets} sets of axes {within}, the simplest first"
+    return f"{sets}; quickest: {format.axes(quickest.strategy)}, −{less:.1%}" if less >= 5e-4 else sets
 
 
 def _limit(one: PrintedAnswer) -> str:
@@ -127,4 +129,4 @@ def _simulated(one: PrintedAnswer) -> list[tuple[str, str]]:
 
 def _next(one: PrintedAnswer) -> str:
     write = "--out run.yaml" if one.question.runnable else "--runnable --out run.yaml"
-    return f"{write} (a file for train), --details (why), --refine 1 (simulate)"
+    return f"{write} (for train), --details (why), --refine 1 (simulate)"

@@ -104,16 +104,8 @@ def fitting(sheet: Sheet, width: int) -> tuple[Sheet, list[str]]:
             break
         if name not in sheet.columns:
             continue
-        at = sheet.columns.index(name)
         left_out.append(name)
-        sheet = Sheet(
-            sheet.title,
-            _without(sheet.columns, at),
-            tuple(_without(row, at) for row in sheet.rows),
-            left=sheet.left - (at < sheet.left),
-            note=sheet.note,
-            drop=sheet.drop,
-        )
+        sheet = sheet.without(name)
     return sheet, left_out
 
 
@@ -176,10 +168,6 @@ def _length(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(text)
-
-
-def _without(cells: tuple[str, ...], at: int) -> tuple[str, ...]:
-    return cells[:at] + cells[at + 1 :]
 
 
 def _plain(cells: tuple[str, ...]) -> list[str]:
