@@ -83,10 +83,12 @@ def _answered(run: RunConfig, name: str, output: Output, written: RunConfig | No
     """Find the allocations, print them, and write `written`, or the run, with the better one."""
     options = output.options
     answer = _answer(run, name, output)
-    click.echo(
-        json.dumps(answer.to_json(), indent=2) if output.as_json else answer.text(output.width),
-        nl=output.as_json,
-    )
+    if output.as_json:
+        click.echo(json.dumps(answer.to_json(), indent=2))
+    else:
+        click.echo(answer.short(min(output.width, 80)), nl=False)
+        if options["details"]:
+            click.echo("\n" + answer.text(output.width), nl=False)
     if options["out"] is not None:
         from hyper_parallel.planner.submodels.run_file import allocated_run_file
 
