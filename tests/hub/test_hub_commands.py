@@ -105,8 +105,9 @@ def test_predictions_download_the_config_alone(
 def test_workers_of_a_launcher_download_once(hub: HubServer, small_model: Path, tmp_path: Path) -> None:
     hub.push_folder("acme/tiny", small_model, "a")
     run_file(tmp_path)
+    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "hyper_parallel")
     done = subprocess.run(
-        [sys.executable, *["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hyper_parallel", "train", "run.yaml"]],
+        [sys.executable, "-m", *torchrun, "train", "run.yaml"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, env=dict(os.environ),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

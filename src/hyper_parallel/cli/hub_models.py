@@ -24,7 +24,7 @@ Run = TypeVar("Run", "RunConfig", "RLConfig", "GenerationRun")
 RUN_FILE = "run.yaml"
 
 
-def told(line: str) -> None:
+def say(line: str) -> None:
     """A line on standard error, by the first of a machine's processes."""
     from hyper_parallel.launch.speaking_rank import speaks
 
@@ -69,7 +69,7 @@ def fetched_model(given: str, wanted: Wanted, key: str) -> Path | None:
     found = parse(given, key)
     if found is None:
         return None
-    return fetched_folder(pinned(found, wanted, key, bare=parse_explicit(given, key) is None, tell=told))
+    return fetched_folder(pinned(found, wanted, key, bare=parse_explicit(given, key) is None, tell=say))
 
 
 def _replaced(run: Run, where: tuple[str, ...], wanted: Wanted, recorded: dict[str, Any]) -> Run:
@@ -85,7 +85,7 @@ def _replaced(run: Run, where: tuple[str, ...], wanted: Wanted, recorded: dict[s
         return run
     found = _as_begun(found, key, recorded)
     bare = parse_explicit(given, key) is None
-    changed: Run = _with(run, where, str(pinned(found, wanted, key, bare=bare, tell=told)))
+    changed: Run = _with(run, where, str(pinned(found, wanted, key, bare=bare, tell=say)))
     return changed
 
 
@@ -112,7 +112,7 @@ def _as_begun(asked: HubId, key: str, recorded: dict[str, Any]) -> HubId:
         )
     now = current_commit(asked)
     if now not in (None, begun.commit):
-        told(
+        say(
             f"{key}: {asked.shown} is now at {str(now)[:12]}; the run goes on with {begun.commit[:12]}, with which it "
             "began (another 'out' begins with the new one)"
         )

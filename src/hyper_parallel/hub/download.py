@@ -97,7 +97,7 @@ def current_commit(asked: HubId, *, seconds: float = 3.0) -> str | None:
 
     try:
         found = HfApi().model_info(asked.name, revision=asked.revision, timeout=seconds).sha
-    except Exception:  # as above; what is asked for is only told
+    except Exception:  # as above; what is asked for is only said
         return None
     return None if found is None else str(found)
 

@@ -1,4 +1,4 @@
-"""What counts as an id of the Hub, and which folder of the cache holds its files.
+"""Ids of the Hub: which texts are ids, and which folder of the cache holds the files of one.
 
 - ``hub:org/name`` and ``hub:org/name@revision`` always mean the Hub.
 - ``org/name`` means the Hub where neither ``org/name`` nor the folder ``org`` exists here. An existing folder wins, and
