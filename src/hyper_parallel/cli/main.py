@@ -23,6 +23,7 @@ from hyper_parallel.cli.rl import rl
 from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
+from hyper_parallel.cli.usage_errors import one_line
 from hyper_parallel.cli.verify import verify
 from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, WorkersFailedError
 from hyper_parallel.untrusted import printable
@@ -94,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.main(args=arguments, prog_name="hyper-parallel", standalone_mode=False)
     except click.ClickException as error:
         if _speaks():
-            error.show()
+            given = sys.argv[1:] if arguments is None else arguments
+            click.echo(f"{PREFIX}{printable(one_line(error, given))}", err=True)
         sys.exit(error.exit_code)
     except WorkersFailedError as error:
         sys.exit(error.code)
