@@ -188,9 +188,8 @@ class TestMistakes:
                 "tensor, "
                 "tensor_x, tensor_y",
             ),
-            ("train.optimizer.name=muo", "train.optimizer.name: must be one of 'adamw', 'adamw_8bit', 'lion', 'adafactor', "
-             "'muon' (got 'muo'; "
-             "did you mean 'muon'?)"),
+            ("train.optimizer.name=muo", "train.optimizer.name: must be one of 'adamw', 'adamw_8bit', 'lion', "
+             "'adafactor', 'muon' (got 'muo'; did you mean 'muon'?)"),
             ("train.schedule.name=cosin", "train.schedule.name: must be one of 'cosine', 'linear', 'constant' or "
              "'wsd' (got 'cosin'; did you mean 'cosine'?)"),
             ("train.steps=2.5", "train.steps: must be a whole number (got 2.5)"),
