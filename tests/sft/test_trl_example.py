@@ -1,4 +1,4 @@
-"""examples/integrations/trl_sft.py runs on two ranks, with the losses of one, and leaves a folder that Transformers loads."""
+"""examples/integrations/trl_sft.py runs on two ranks, and leaves a folder that Transformers loads."""
 
 from __future__ import annotations
 
