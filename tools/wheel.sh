@@ -10,8 +10,8 @@ python=$(cd "${1:-.venv}" && pwd)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONPATH
 
-rm -rf build dist/hyper_parallel-*.whl
-"$python" -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+rm -rf dist/hyper_parallel-*.whl
+tools/build_wheel.sh "$python" dist
 wheel=$(echo "$root"/dist/hyper_parallel-*.whl)
 echo "built $wheel; installing it into an empty environment (minutes)"
 

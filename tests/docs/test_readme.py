@@ -75,9 +75,3 @@ def test_the_speed_figures_are_the_measured_ones() -> None:
         row = next(line for line in README.splitlines() if line.startswith(f"| {name}, "))
         assert f"| {case['ratio']:.3f} | {case['low']:.3f} to {case['high']:.3f} |" in row
         assert case["high"] <= 1.02
-
-
-def test_every_linked_page_is_there() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -18,7 +18,15 @@ GENERATED = {
     f"reference/{name}.md" for name in ("run-file", "rl-file", "generation-file", "commands", "python")
 }
 """Pages that the hooks make of the schema, the commands and the public names."""
-FILES = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in links.PAGES if name != links.HISTORY)])
+NOT_OURS = {"site", "node_modules", "runs", "build", "dist"}
+"""Folders of the working tree that may hold Markdown files which are no documents of the repository."""
+FILES = sorted(
+    file
+    for file in ROOT.rglob("*.md")
+    if not any(part.startswith(".venv") or part in NOT_OURS for part in file.relative_to(ROOT).parts)
+    and ".pytest_cache" not in file.parts
+)
+"""Every document: those of the site, and those that its build does not see, such as examples/README.md."""
 _HEADING = re.compile(r"^#+ +(.*?) *#*$", re.M)
 
 
@@ -95,7 +103,14 @@ def test_a_broken_link_is_seen() -> None:
         ("README.md", "[notes](docs/design)", "[notes](design/README.md)"),
         ("docs/a.md", "`[x](../y)` and [z](#here)", "`[x](../y)` and [z](#here)"),
         ("docs/a.md", "```\n[x](../y)\n```\n", "```\n[x](../y)\n```\n"),
-        ("CHANGELOG.md", "[old](docs/gone.md) [plan](docs/plan.md)", "old [plan](plan.md)"),
+        ("CHANGELOG.md", "[plan](docs/plan.md)", "[plan](plan.md)"),
+        ("examples/README.md", "[sft/chat.yaml](sft/chat.yaml)", "`examples/sft/chat.yaml`"),
+        (
+            "examples/README.md",
+            "[the tutorial](../docs/tutorial/index.md)",
+            "[the tutorial](tutorial/index.md)",
+        ),
+        ("README.md", "[examples](examples)", "[examples](examples.md)"),
         ("docs/a.md", "[far](https://x.y/z)", "[far](https://x.y/z)"),
     ],
 )

@@ -17,6 +17,7 @@ SMALL = (
     *("model.config.hidden_size=64", "model.config.intermediate_size=96", "model.config.num_hidden_layers=2"),
     *("data.train=text.txt", "data.tokenizer.vocab_size=300", "data.holdout=0", "data.sequence=32"),
     *("train.batch=4", "train.engine=eager", "train.sample=false", "trackers=[]", "checkpoint.every=0"),
+    "train.schedule.warmup=0",
     *("strategy.axes={replicate: 2, shard: 1}", "strategy.precision.compute=float32"),
 )
 SRUN = """#!/usr/bin/env bash

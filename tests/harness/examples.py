@@ -17,11 +17,18 @@ def run_files() -> list[Path]:
 
 
 def captured_examples() -> list[Path]:
-    """Those whose step is captured as a whole: a pipeline is captured micro-batch by micro-batch, and rows with images
-    are not. Files of a model's folder are left out: the folder is written by a script."""
+    """Those whose step is captured as a whole, and which need nothing that is not in the file.
+
+    Left out: pipelines, which are captured micro-batch by micro-batch; rows with images, which are not captured; a
+    model's folder, which a script writes; a budget, whose plan needs tiers, which training measures
+    (tests/estimate/test_predicted_budget.py); and cluster/, with strategies that the files of simulate/ have.
+    """
     found = []
     for path in run_files():
         run = config.load(path)
-        if run.strategy.axes.pipeline == 1 and run.train.engine == "graph" and run.model.path is None:
+        alone = (
+            run.model.path is None and run.strategy.memory.device is None and path.parent.name != "cluster"
+        )
+        if alone and run.strategy.axes.pipeline == 1 and run.train.engine == "graph":
             found.append(path)
     return found

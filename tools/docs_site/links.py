@@ -18,10 +18,9 @@ PAGES = {
     "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "examples/README.md": "examples.md",
 }
-"""Documents in the repository's root, and the pages that the site makes of them."""
-HISTORY = "CHANGELOG.md"
-"""A document that names files of the past: a link to a file that is gone becomes its text."""
+"""Documents beside docs/, and the pages that the site makes of them."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 """A Markdown link or image on one line: mark of an image, text, target."""
 _CODE = re.compile(
@@ -72,8 +71,6 @@ def rewrite(text: str, page: str, root: Path, source: str = "") -> str:
         file = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
         if (root / file / "README.md").is_file():
             file += "/README.md"
-        if page == HISTORY and not (root / file).exists():
-            return label
         if file in PAGES:
             new = PAGES[file]
         elif file.startswith("docs/"):
@@ -89,6 +86,6 @@ def rewrite(text: str, page: str, root: Path, source: str = "") -> str:
 
 
 def _as_path(label: str, file: str) -> str:
-    """The text of a link followed by the path, or the path alone where the text is that path."""
+    """The text of a link followed by the path, or the path alone where the text is that path or its end."""
     code = f"`{file}`"
-    return code if "\x00" in label or label.strip("`") == file else f"{label} ({code})"
+    return code if "\x00" in label or f"/{file}".endswith(f"/{label.strip('`')}") else f"{label} ({code})"
