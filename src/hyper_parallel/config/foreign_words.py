@@ -95,7 +95,7 @@ _REMARKS: Mapping[str, str] = {
     "train.batch": "the sequences of a step on all ranks together",
     "train.micro_batch": "the sequences that a rank computes at once; train.batch is the batch of all ranks, and the "
     "accumulation follows",
-    "model.adapter": "a folder as peft's save_pretrained writes it",
+    "model.adapter": "a section such as {rank: 16}",
 }  # fmt: skip
 
 _VALUES: Mapping[str, str] = {
