@@ -14,6 +14,7 @@ from hyper_parallel._version import __version__
 from hyper_parallel.cli.calibrate import calibrate
 from hyper_parallel.cli.convert import convert
 from hyper_parallel.cli.doctor import doctor
+from hyper_parallel.cli.examples import examples
 from hyper_parallel.cli.export import export
 from hyper_parallel.cli.generate import generate
 from hyper_parallel.cli.inspect import inspect
@@ -53,6 +54,7 @@ def command() -> None:
 
     \b
     Start here:
+      hyper-parallel examples
       hyper-parallel train examples/quickstart.yaml
       hyper-parallel verify examples/quickstart.yaml
       hyper-parallel train examples/quickstart.yaml train.steps=20 strategy.axes.tensor=1
@@ -72,6 +74,7 @@ for _subcommand in (
     plan,
     export,
     convert,
+    examples,
     schema,
     calibrate,
     doctor,
