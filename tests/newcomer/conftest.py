@@ -2,8 +2,8 @@
 
 The wheel is built from a copy of the sources and installed into a new environment. PyTorch and the other dependencies
 are those of the environment that runs the tests, which a `.pth` line makes importable; a second installation would take
-minutes. Nothing of the source tree is importable: there is no PYTHONPATH, and Python does not read the `.pth` files of a
-folder that a `.pth` line names, so that an editable installation stays out.
+minutes. Nothing of the source tree is importable: there is no PYTHONPATH, and Python does not read the `.pth` files of
+a folder that a `.pth` line names, so that an editable installation stays out.
 """
 
 from __future__ import annotations
