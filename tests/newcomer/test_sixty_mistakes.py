@@ -125,7 +125,7 @@ MISTAKES = {
     "per_device_train_batch_size": key(
         "train.per_device_train_batch_size=1", r"write train\.micro_batch", "train.micro_batch=1"
     ),
-    "num_train_epochs": key("train.num_train_epochs=3", r"write train\.(epochs|steps)"),
+    "num_train_epochs": key("train.num_train_epochs=3", r"write (train\.)?(epochs|steps)"),
     "bf16": key(
         "train.bf16=true",
         r"write strategy\.precision\.compute .*bfloat16",
@@ -232,7 +232,9 @@ MISTAKES = {
     "a sequence that does not divide": key(
         "strategy.axes.context=3", r"data\.sequence: rows of 32 .*use a multiple of 6"
     ),
-    "more stages than layers": key("strategy.axes.pipeline=8", r"pipeline"),
+    "more stages than micro-batches": key(
+        "strategy.axes.pipeline=8", r"a pipeline of 8 needs at least 8; make .*batch"
+    ),
     "experts without ranks": key(
         "strategy.axes.expert=2", r"expert is 2, which does not divide shard · context · tensor = 1"
     ),
