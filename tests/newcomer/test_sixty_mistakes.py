@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from harness.chat_model import write_chats, write_model
 from hyper_parallel.cli.main import main
 from hyper_parallel.cli.preflight import check
-from hyper_parallel.config import load
+from hyper_parallel.config import RunConfig, foreign_words, load
+from hyper_parallel.config.generate import GenerateConfig
+from hyper_parallel.config.schema import field_at
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -462,6 +465,16 @@ def test_one_line_with_the_mend(
     if mistake.mended is not None:
         (here / "wrong.yaml").write_text(mistake.mended)
         check(load("wrong.yaml"))
+
+
+def test_the_words_of_others_lead_to_keys_that_are_read() -> None:
+    """A mend that names a key of no format would be worse than none."""
+    formats: tuple[type[BaseModel], ...] = (RunConfig, GenerateConfig)
+    for word in sorted({word for words in foreign_words._WORDS.values() for word in words}):
+        for model in formats:
+            key = foreign_words.key_for(model, word)
+            assert key is None or field_at(model, tuple(key.split("."))) is not None, (word, key)
+        assert any(foreign_words.key_for(model, word) for model in formats), word
 
 
 def test_there_are_enough() -> None:
