@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from hyper_parallel.config.launch import DEVICE_WORDS
 from hyper_parallel.config.schema import field_at, sections_at
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.section import keys_of
@@ -74,7 +75,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "checkpoint.resume": ("resume_from_checkpoint", "load"),
     "launch.workers": ("nproc_per_node", "num_processes", "gpus", "num_gpus", "n_gpus", "world_size"),
     "launch.nodes": ("nnodes", "num_nodes", "num_machines"),
-    "launch.device": ("accelerator", "use_cpu", "no_cuda"),
+    "launch.device": ("accelerator", "use_cpu"),
     "seed": ("random_seed", "data_seed"),
     "inference.max_tokens": ("max_new_tokens", "max_length", "num_tokens"),
     "inference.temperature": ("temp",),
@@ -95,14 +96,11 @@ _REMARKS: Mapping[str, str] = {
     "train.batch": "the sequences of a step on all ranks together",
     "train.micro_batch": "the sequences that a rank computes at once; train.batch is the batch of all ranks, and the "
     "accumulation follows",
-    "model.adapter": "a folder as peft's save_pretrained writes it",
+    "model.adapter": "a section such as {rank: 16}",
 }  # fmt: skip
 
 _VALUES: Mapping[str, str] = {
-    "gpu": "cuda",
-    "nvidia": "cuda",
-    "rocm": "cuda",
-    "ascend": "npu",
+    **DEVICE_WORDS,
     "bf16": "bfloat16",
     "fp16": "bfloat16",
     "half": "bfloat16",

@@ -8,6 +8,9 @@ from pydantic import Field, FieldSerializationInfo, field_serializer, model_vali
 
 from hyper_parallel.strategy.section import Section
 
+DEVICE_WORDS = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "ascend": "npu"}
+"""Other words for a kind of device, with the one that `launch.device` takes."""
+
 
 class LaunchConfig(Section):
     """The workers that the command starts on this machine. Under torchrun or Slurm it joins their workers

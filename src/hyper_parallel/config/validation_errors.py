@@ -152,7 +152,9 @@ def _unknown(told: str, model: type[BaseModel], where: Where) -> str:
     key, colon, value = str(where[-1]).partition(":")
     if colon and value and "://" not in str(where[-1]) and field_at(model, (*where[:-1], key)) is not None:
         return f"unknown key; a space belongs after the colon: '{key}: {value}'"
-    hint = foreign_hint(model, where)
+    # A section's own message about the key says more than a table or a similar name.
+    general = told.startswith(("unknown key; the keys here", "unknown key; did you mean"))
+    hint = foreign_hint(model, where) if general else ""
     return f"unknown key{hint}" if hint else told
 
 

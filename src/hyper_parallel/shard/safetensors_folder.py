@@ -195,7 +195,7 @@ def _other_weights(folder: Path) -> str:
             ".save_pretrained(another) writes safetensors"
         )
     if (folder / "adapter_config.json").is_file():
-        return "; it is an adapter: name it as model.adapter, and the folder of its base model as model.path"
+        return "; it is an adapter: merge it into its base model with peft's merge_and_unload, then save_pretrained"
     return "; copy the whole folder as save_pretrained wrote it, or leave model.path out for new weights (model.config)"
 
 
