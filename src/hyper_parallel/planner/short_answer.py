@@ -89,7 +89,9 @@ def _limit(one: PrintedAnswer) -> str:
     if why.blocked is not None:
         there = why.blocked.figures
         saves = format.signed(there.seconds / best.seconds - 1)
-        return f"memory: {why.blocked.change} ({saves}) needs {format_bytes(there.peak)}"
+        # What follows from a change of axes is in the details.
+        change = why.blocked.change.partition(", sequence_parallel")[0]
+        return f"memory: {change} ({saves}) needs {format_bytes(there.peak)}"
     if why.eased and why.eased[0].saved > 0:
         return f"{why.eased[0].what}: twice of it saves {why.eased[0].saved:.0%}; memory does not bind"
     return "memory does not bind"
@@ -130,4 +132,4 @@ def _simulated(one: PrintedAnswer) -> list[tuple[str, str]]:
 
 def _next(one: PrintedAnswer) -> str:
     write = "--out run.yaml" if one.question.runnable else "--runnable --out run.yaml"
-    return f"{write} (for train), --details, --refine 1 (simulate)"
+    return f"{write} (a file for train), --details (why)"
