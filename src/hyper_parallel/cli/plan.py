@@ -295,19 +295,24 @@ def _adapter(options: dict[str, Any]) -> Adapter | None:
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
     """The shape of a published model or a Transformers config; for a config also the run file's `model` section."""
     from hyper_parallel import untrusted
+    from hyper_parallel.cli.hub_models import fetched_model
     from hyper_parallel.config.model import LARGEST, implausible
+    from hyper_parallel.hub.download import Wanted
+    from hyper_parallel.hub.hub_id import reading
     from hyper_parallel.workload.published import shape
     from hyper_parallel.workload.shape import Shape
 
     path = Path(given).expanduser()
-    if not path.exists() and path.suffix != ".json" and "/" not in given:
+    fetched = fetched_model(given, Wanted.CONFIG, "--model")
+    if fetched is None and not path.exists() and path.suffix != ".json" and "/" not in given:
         return shape(given), None
+    path = fetched or path
     file = path / "config.json" if path.is_dir() else path
     try:
         fields = untrusted.read_json(file, LARGEST)
     except FileNotFoundError:
         raise ConfigError(
-            f"--model {given}: {file} does not exist; give a Transformers config or its folder"
+            f"--model {given}: {file} does not exist; give a Transformers config or its folder{reading(given)}"
         ) from None
     except OSError as error:
         raise ConfigError(f"--model {given}: {file} cannot be read: {error.strerror}") from None
@@ -325,9 +330,15 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
             "encoders are planned too",
             err=True,
         )
-    return Shape.of_config(fields, path.resolve().stem if path.is_file() else path.resolve().name), {
-        "config": fields
-    }
+    whole = path.resolve()
+    name = (
+        given.partition("@")[0].rpartition("/")[2]
+        if fetched
+        else whole.stem
+        if path.is_file()
+        else whole.name
+    )
+    return Shape.of_config(fields, name), {"config": fields}
 
 
 def _one(question: Question, section: dict[str, Any] | None, options: dict[str, Any], as_json: bool) -> None:
