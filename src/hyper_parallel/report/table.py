@@ -114,8 +114,7 @@ def _grid(sheet: Sheet, width: int):  # type: ignore[no-untyped-def]
 
     made = Table(pad_edge=False)
     for at, (column, wide) in enumerate(zip(sheet.columns, _widths(sheet, width), strict=True)):
-        justify = "left" if at < sheet.left else "right"
-        made.add_column(column, justify=justify, overflow="fold", width=wide)
+        made.add_column(column, justify="left" if at < sheet.left else "right", overflow="fold", width=wide)
     for row in sheet.rows:
         if row[0] in ("sum", "step"):
             made.add_section()
