@@ -26,6 +26,8 @@ class Sheet:
     left: int = 1
     """Number of leading columns with names; the others hold numbers."""
     note: str = ""
+    drop: tuple[str, ...] = ()
+    """Names of columns that a narrow terminal leaves out, the least important first."""
 
 
 @dataclass(frozen=True)
