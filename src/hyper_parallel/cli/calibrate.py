@@ -42,6 +42,7 @@ def calibrate(out: Path, workers: int, quick: bool) -> None:
     from hyper_parallel.calibrate import Settings, render
     from hyper_parallel.calibrate import calibrate as measure
     from hyper_parallel.errors import ConfigError
+    from hyper_parallel.report.table import terminal_width
 
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.absolute().parent} does not exist; create it first")
@@ -57,6 +58,6 @@ def calibrate(out: Path, workers: int, quick: bool) -> None:
         cluster.dump(out)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
-    click.echo(render(cluster))
+    click.echo(render(cluster, terminal_width()))
     click.echo(f"\nwritten: {out} ({time.monotonic() - started:.0f} s)")
     click.echo(f"next:    hyper-parallel simulate FILE --cluster {out}")

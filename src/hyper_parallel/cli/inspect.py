@@ -40,6 +40,7 @@ def inspect(file: Path, overrides: tuple[str, ...], rank: int, as_json: bool) ->
     run = config.load(file, overrides)
     # Only now, because these need torch.
     from hyper_parallel.estimate import inspect_run
+    from hyper_parallel.report.table import terminal_width
 
     report = inspect_run(run, rank)
-    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table())
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table(terminal_width(150)))

@@ -74,10 +74,11 @@ def verify(
     run = config.load(file, overrides)
     check(run, writes=driver == "gloo")
     # Only now, because these need torch.
+    from hyper_parallel.report.table import terminal_width
     from hyper_parallel.verify import verify_file
 
     report = verify_file(run, driver)
-    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table())
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table(width=terminal_width()))
     sys.exit(0 if report.ok else 1)
 
 
