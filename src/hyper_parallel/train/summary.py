@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.checkpoint.durable import publish
+from hyper_parallel.train.budget_usage import BudgetUse
 from hyper_parallel.units import format_count, format_seconds
 
 
@@ -44,6 +45,10 @@ class Summary:
     sample: str | None
     skipped: int = 0
     """Steps whose loss or gradient norm was not finite and that were left out (`train.on_nonfinite`)."""
+    budget: BudgetUse | None = None
+    """What the memory budget came to, on this rank; None without one."""
+    profile: str | None = None
+    """The folder with the measured steps; None where none were measured."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON-able values; what is not finite is None."""
@@ -53,7 +58,10 @@ class Summary:
     @classmethod
     def read(cls, out: str | Path) -> Summary:
         """The summary of a finished run from its folder."""
-        return cls(**json.loads((Path(out) / "summary.json").read_text(encoding="utf-8")))
+        found = json.loads((Path(out) / "summary.json").read_text(encoding="utf-8"))
+        if found.get("budget") is not None:
+            found["budget"] = BudgetUse(**found["budget"])
+        return cls(**found)
 
     def write(self) -> None:
         """Write `<out>/summary.json`."""
@@ -90,6 +98,11 @@ class Summary:
                     f"{format_seconds(self.seconds)}, {format_count(self.tokens_per_second)} tokens/s{mfu}",
                 )
             )
+        if self.budget is not None:
+            rows += self.budget.rows()
+        if self.profile is not None:
+            rows.append(("profile", f"{self.profile}/page.html"))
+            rows.append(("trace", f"{self.profile}/measured.json (open it at ui.perfetto.dev)"))
         rows.append(("metrics", f"{self.out}/metrics.jsonl"))
         if self.checkpoint is not None:
             rows.append(("checkpoint", self.checkpoint))

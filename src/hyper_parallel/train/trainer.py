@@ -145,6 +145,8 @@ class _Run:
             checkpoint=str(shown(checkpoint)) if checkpoint is not None else None,
             sample=text,
             skipped=state.skipped,
+            budget=None if parts.budget_meter is None else parts.budget_meter.use(),
+            profile=None if parts.profiling is None else parts.profiling.written,
         )
 
     def _sample(self, step: int) -> str | None:
