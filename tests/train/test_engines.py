@@ -46,6 +46,11 @@ ALONE: dict[str, dict[str, Any]] = {
     },
     "not-clipped": {"train": {"clip": None}},
     "muon": {"train": {"optimizer": MUON}},
+    "lion": {"train": {"optimizer": {"name": "lion"}}},
+    "adafactor": {
+        "train": {"optimizer": {"name": "adafactor", "scale_parameter": True, "weight_decay": 0.1}}
+    },
+    "adamw_8bit": {"train": {"optimizer": {"name": "adamw_8bit"}}},
     "mixtral": {"model": {"config": MIXTRAL}},
 }
 
@@ -104,7 +109,10 @@ TWO: dict[str, dict[str, Any]] = {
         }
     },
     "replicate": {"strategy": {"axes": {"replicate": 2}}, "train": {"optimizer": MUON}},
-    "tensor": {"strategy": {"axes": {"tensor": 2}, "sequence": True}},
+    "tensor": {
+        "strategy": {"axes": {"tensor": 2}, "sequence": True},
+        "train": {"optimizer": {"name": "adafactor", "lr": 3e-3}},
+    },
     "selective": {
         "strategy": {
             "axes": {"tensor": 2},

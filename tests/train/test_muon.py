@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import run_ranks
 from hyper_parallel.checkpoint import Piece
-from hyper_parallel.config.train import AdamWConfig, MuonConfig
+from hyper_parallel.config.optimizer import AdamWConfig, MuonConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.optimizer import AdamW, build_optimizer

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from hyper_parallel.config.train import AdamWConfig, OptimizerConfig, ScheduleConfig
+from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig
+from hyper_parallel.config.train import ScheduleConfig
 from hyper_parallel.strategy.section import Section
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from hyper_parallel.config.train import AdamWConfig, OptimizerConfig
+from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig
 from hyper_parallel.strategy.section import PathText, Section
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]

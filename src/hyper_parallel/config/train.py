@@ -7,43 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig
 from hyper_parallel.strategy.section import Section
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-
-
-class AdamWConfig(Section):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
-
-    name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    """Peak learning rate; the schedule scales it."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NonNegative = 0.1
-    """Decoupled decay of parameters of two or more dims; norms and biases are not decayed."""
-
-
-class MuonConfig(Section):
-    """Muon (Jordan et al. 2024) for the hidden matrices; AdamW for embeddings, head, norms and biases."""
-
-    name: Literal["muon"]
-    lr: Annotated[float, Field(gt=0)] = 0.02
-    """Peak learning rate of the matrices."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Nesterov momentum."""
-    steps: PositiveInt = 5
-    """Newton–Schulz iterations."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled decay of the matrices."""
-    adamw: AdamWConfig = AdamWConfig()
-    """AdamW for all parameters that are not hidden matrices."""
-
-
-OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
 
 
 class ScheduleConfig(Section):

@@ -151,6 +151,16 @@ class Layout:
             dims.append(axes)
         return Layout(self.mesh, self.shape, tuple(dims), parts, self.partial, self.order)
 
+    def without_dim(self, dim: int) -> Layout:
+        """The layout of a tensor that has all of these dims but `dim`; over the axes that split it there are copies."""
+        kept = [d for d in range(len(self.shape)) if d != dim]
+        parts, order = (
+            {kept.index(d): value for d, value in by_dim.items() if d != dim}
+            for by_dim in (self.parts, self.order)
+        )
+        shape, dims = tuple(self.shape[d] for d in kept), tuple(self.dims[d] for d in kept)
+        return Layout(self.mesh, shape, dims, parts, self.partial, order)
+
     def intervals(self, dim: int, coordinate: Coordinate) -> list[Interval]:
         """The half-open intervals of global indices that a rank holds of `dim`, in local order."""
         held = self._positions(dim, coordinate)

@@ -33,12 +33,29 @@ def terminal_width(default: int = WIDTH) -> int:
     return min(WIDEST, max(NARROWEST, shutil.get_terminal_size((default, 24)).columns))
 
 
-def wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> str:
-    """A sentence in lines of at most `width` columns; lines after the first begin with `indent`."""
+def wrapped(text: str, width: int = WIDTH, indent: str = "  ", first: str = "") -> str:
+    """A sentence in lines of at most `width` columns, broken at spaces.
+
+    The first line begins with `first`, the others with `indent`.
+    """
     lines = textwrap.wrap(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return "\n".join(lines)
+
+
+def answer(verdict: str, lines: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
+    """A sentence, then a line for each name and text; texts wrap beside their names. At most `width` columns wide."""
+    beside = max((len(name) for name, _ in lines), default=0) + 2
+    told = [wrapped(verdict, width)]
+    for name, text in lines:
+        told.append(wrapped(text, width, " " * beside, first=name.ljust(beside)))
+    return "\n".join(told) + "\n"
 
 
 def table(timeline: Timeline, width: int = WIDTH) -> str:
@@ -105,16 +122,8 @@ def fitting(sheet: Sheet, width: int) -> tuple[Sheet, list[str]]:
             break
         if name not in sheet.columns:
             continue
-        at = sheet.columns.index(name)
         left_out.append(name)
-        sheet = Sheet(
-            sheet.title,
-            _without(sheet.columns, at),
-            tuple(_without(row, at) for row in sheet.rows),
-            left=sheet.left - (at < sheet.left),
-            note=sheet.note,
-            drop=sheet.drop,
-        )
+        sheet = sheet.without(name)
     return sheet, left_out
 
 
@@ -194,10 +203,6 @@ def _length(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(text)
-
-
-def _without(cells: tuple[str, ...], at: int) -> tuple[str, ...]:
-    return cells[:at] + cells[at + 1 :]
 
 
 def _plain(cells: tuple[str, ...]) -> list[str]:

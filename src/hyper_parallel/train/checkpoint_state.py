@@ -306,10 +306,11 @@ class RunCheckpoints:
     def _identity(self) -> dict[str, Any]:
         ours = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation"}
         model = {k: v for k, v in (self._built.model_config or {}).items() if k not in ours}
-        text = self._built.text
+        text, optimizer = self._built.text, self._config.train.optimizer
         return {
             "seed": self._config.seed,
-            "train.optimizer.name": self._config.train.optimizer.name,
+            "train.optimizer.name": optimizer.name,
+            **{f"train.optimizer.{key}": getattr(optimizer, key) for key in optimizer.KEYS_OF_STATE},
             **{f"model.config.{key}": value for key, value in model.items()},
             "the tokenizer's digest": text.tokenizer.digest,
             **text.identity,

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from hyper_parallel.checkpoint import Piece
 from hyper_parallel.compat.foreach_kernels import adamw_
-from hyper_parallel.compat.paged_out_parameters import filled, hollow, present
-from hyper_parallel.config.train import AdamWConfig
+from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.config.optimizer import AdamWConfig
 from hyper_parallel.shard import ShardedParameter
+from hyper_parallel.step.optimizer.state_tensors import zeros
 
 
 @dataclass
@@ -43,13 +44,6 @@ class _Group:
             self.first.append(zeros(f"optimizer.exp_avg.{parameter.name}", local))
             self.second.append(zeros(f"optimizer.exp_avg_sq.{parameter.name}", local))
             self.steps.append(torch.zeros((), dtype=torch.float32, device=local.device))
-
-
-def zeros(name: str, like: Tensor) -> Tensor:
-    """A moment, by its name among the optimizer's tensors: zeros of the shape and on the device of `like`."""
-    made = hollow(torch.empty_like(like))
-    with filled(name, made):
-        return made.zero_()
 
 
 class AdamW:

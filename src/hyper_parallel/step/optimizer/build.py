@@ -10,8 +10,11 @@ from torch import nn
 
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.shard import ShardedParameter, sharded
+from hyper_parallel.step.optimizer.adafactor import Adafactor
 from hyper_parallel.step.optimizer.adamw import AdamW
+from hyper_parallel.step.optimizer.adamw_8bit import AdamW8bit
 from hyper_parallel.step.optimizer.interface import Optimizer
+from hyper_parallel.step.optimizer.lion import Lion
 from hyper_parallel.step.optimizer.muon import Muon
 
 Factory = Callable[[nn.Module, list[ShardedParameter], Any], Optimizer]
@@ -47,4 +50,7 @@ def build_optimizer(model: nn.Module, config: Any) -> Optimizer:
 
 
 register_optimizer("adamw", lambda model, parameters, config: AdamW(parameters, config))
+register_optimizer("adamw_8bit", AdamW8bit.of)
+register_optimizer("lion", Lion.of)
+register_optimizer("adafactor", Adafactor.of)
 register_optimizer("muon", Muon.of)

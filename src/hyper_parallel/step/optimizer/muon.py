@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.checkpoint import Piece
-from hyper_parallel.config.train import MuonConfig
+from hyper_parallel.config.optimizer import MuonConfig
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.model_structure import dim_of_features, fused_parts, heads_of, text_config
-from hyper_parallel.step.optimizer.adamw import AdamW, zeros
+from hyper_parallel.step.optimizer.adamw import AdamW
 from hyper_parallel.step.optimizer.newton_schulz import orthogonalise
+from hyper_parallel.step.optimizer.state_tensors import zeros
 
 
 @dataclass(frozen=True)
