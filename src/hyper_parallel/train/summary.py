@@ -12,6 +12,10 @@ from hyper_parallel.checkpoint.durable import publish
 from hyper_parallel.train.budget_usage import BudgetUse
 from hyper_parallel.units import format_count, format_seconds
 
+_NO_PREDICTION = (
+    "none: no cluster was named. `hyper-parallel calibrate`, then add train.profile.cluster=cluster.yaml"
+)
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -47,8 +51,9 @@ class Summary:
     """Steps whose loss or gradient norm was not finite and that were left out (`train.on_nonfinite`)."""
     budget: BudgetUse | None = None
     """What the memory budget came to, on this rank; None without one."""
-    profile: str | None = None
-    """The folder with the measured steps; None where none were measured."""
+    profile: list[str] | None = None
+    """The page and the traces of measured steps, with the prediction where there is one; None where no steps were
+    measured."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON-able values; what is not finite is None."""
@@ -101,8 +106,11 @@ class Summary:
         if self.budget is not None:
             rows += self.budget.rows()
         if self.profile is not None:
-            rows.append(("profile", f"{self.profile}/page.html"))
-            rows.append(("trace", f"{self.profile}/measured.json (open it at ui.perfetto.dev)"))
+            page, *traces = self.profile
+            rows.append(("profile", page))
+            rows += [("trace", f"{trace} (opens in ui.perfetto.dev)") for trace in traces]
+            if len(traces) == 1:
+                rows.append(("prediction", _NO_PREDICTION))
         rows.append(("metrics", f"{self.out}/metrics.jsonl"))
         if self.checkpoint is not None:
             rows.append(("checkpoint", self.checkpoint))
