@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from harness.traces import Ops, one_f_one_b, toy, trace
 from hyper_parallel.report import page
 from hyper_parallel.report.verdict import verdict
@@ -29,6 +31,14 @@ def test_what_does_not_fit_is_said() -> None:
 def test_a_bubble_can_dominate() -> None:
     told = verdict(simulate(one_f_one_b(8, 1, 1.0, 2.0), toy()))
     assert told.endswith("% of it is filling and draining the pipeline")
+
+
+def test_tasks_of_a_pipeline_are_no_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = simulate(one_f_one_b(2, 32, 1.0, 2.0), toy())
+    assert "% of it is computation, mostly matmul" in verdict(timeline)
+    kinds = {"none": timeline.by_kind()["matmul"]}
+    monkeypatch.setattr(Timeline, "by_kind", lambda self: kinds)
+    assert "% of it is tasks of pipeline stages" in verdict(timeline)
 
 
 def test_the_page_leads_with_it(timeline: Timeline) -> None:

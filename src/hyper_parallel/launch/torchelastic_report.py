@@ -1,4 +1,4 @@
-"""What torchrun's own report says of a worker that refused a run.
+"""torchrun's own report of a worker that refused a run: the reason, and no workers that only waited.
 
 torchrun (torch.distributed.elastic) prints a table of all workers that ended with another exit code than 0, and a
 traceback of itself; a worker cannot prevent either. It can give the reason that the table shows, through the file that

@@ -31,8 +31,16 @@ def verdict(timeline: Timeline) -> str:
 def _dominant(timeline: Timeline) -> str:
     """What takes the largest part of a rank's step, mean of all ranks."""
     bubbles = timeline.bubbles
+    kinds = timeline.by_kind()
+    # A task of a pipeline has no kernels, and holds the collectives of its stage.
+    tasks = not any(one.compute for kind, one in kinds.items() if kind != "none")
+    computing = (
+        "tasks of pipeline stages, with their own collectives"
+        if tasks
+        else "computation" + _most(kinds, "compute", ", mostly")
+    )
     parts = {
-        "computation" + _most(timeline.by_kind(), "compute", ", mostly"): timeline.computing,
+        computing: timeline.computing,
         "exposed communication"
         + _most(timeline.by_axis(), "communication", ", mostly over"): bubbles.communication,
         "waiting for ranks that have more to compute": bubbles.imbalance,
@@ -46,7 +54,7 @@ def _dominant(timeline: Timeline) -> str:
 
 def _most(found: Mapping[str, Sum], field: str, before: str) -> str:
     """The name with the largest sum of a field, behind a word; empty where there is none."""
-    names = [name for name, one in found.items() if name and getattr(one, field)]
+    names = [name for name, one in found.items() if name not in ("", "none") and getattr(one, field)]
     if not names:
         return ""
     return f"{before} {max(names, key=lambda name: float(getattr(found[name], field)))}"

@@ -1,4 +1,4 @@
-"""What a long operation before the first result is doing: a status line with elapsed seconds, or a plain line.
+"""Status of long operations before the first result: a line with elapsed seconds, or a plain line.
 
 Whoever owns the terminal opens `announcing`; code that may take long says so with `waiting`. On a terminal a wait is a
 line that counts seconds and disappears. Elsewhere it is one plain line, without control characters, for a wait that
