@@ -115,3 +115,62 @@ def test_a_row_that_is_malformed_is_unsupported_and_the_others_stand(
     assert len(found) == 2
     assert found[0]["step_time_s"] > 0
     assert "tp" in found[1]["unsupported"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "said"),
+    [
+        ([], "estimated: run llama-3.2-1b on h100x8 with ", "a step; it fits."),
+        (["--devices", "7"], "estimated: run llama-3.2-1b on 7 devices of h100x8 with ", "--batch 14 or 21 would"),
+        (["--devices", "4..8"], "estimated: llama-3.2-1b, ", "how the step scales"),
+        (["--sequence", "2k..4k"], "estimated: 4,096 tokens fit", "how long sequences can be"),
+        (["--cluster", "h100", "--fit"], "estimated: llama-3.2-1b fits on 1 device of h100", "the fewest devices"),
+    ],
+)  # fmt: skip
+def test_a_short_answer_leads_with_its_sentence_within_80_columns(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], first: str, said: str
+) -> None:
+    code, told, _ = _run(capsys, *ASK, *arguments)
+    assert code == 0 and told.startswith(first)
+    assert said in " ".join(told.split())
+    assert max(map(len, told.splitlines())) <= 80 and len(told.splitlines()) <= 16
+    code, more, _ = _run(capsys, *ASK, *arguments, "--details")
+    assert code == 0 and len(more.splitlines()) > len(told.splitlines()) - 6
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"--model": "llama-3.2-1bb"},
+            "did you mean 'llama-3.2-1b'? Or give the folder of a Transformers model",
+        ),
+        ({"--cluster": "h10x8"}, "did you mean 'h100'?"),
+        ({"--cluster": "h100"}, "name it with one, as in h100x2048, or give devices"),
+        ({"--batch": "32x"}, "is no whole number of at least 1"),
+        ({"--fix": "tensr=2"}, "did you mean 'tensor'?"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_mend(
+    capsys: pytest.CaptureFixture[str], change: dict[str, str], said: str
+) -> None:
+    given = dict(zip(ASK[1::2], ASK[2::2], strict=True)) | change
+    code, told, error = _run(capsys, "plan", *(word for pair in given.items() for word in pair))
+    assert code == 2 and told == ""
+    assert len(error.splitlines()) == 1 and said in error
+
+
+def test_details_and_generation_come_after_the_short_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, told, _ = _run(capsys, *ASK, "--details")
+    assert code == 0 and told.startswith("estimated: run ")
+    assert "where the step goes" in told and "left out at this width" in told
+    assert max(map(len, told.splitlines())) <= 80
+    ask = ["plan", "--generate", "--model", "llama-3.2-1b", "--cluster", "h100x1", "--batch", "4"]
+    code, told, _ = _run(capsys, *ask)
+    assert code == 0 and told.startswith("estimated: llama-3.2-1b on 1 × h100x1 generates ")
+    assert max(map(len, told.splitlines())) <= 80 and len(told.splitlines()) <= 10
+    code, told, _ = _run(capsys, *ask, "--details")
+    assert code == 0 and "plans" in told and max(map(len, told.splitlines())) <= 80

@@ -1,4 +1,6 @@
-"""Each axis of the planner's first answer pays for itself: the best strategy without it is 2% slower, or does not fit.
+"""The planner's first answer: each of its axes pays for itself, and it is told in ten lines.
+
+The best strategy without an axis is 2% slower, or does not fit.
 
 Removing an axis gives its ranks to data (replicate or shard) and to the axes that the answer has beside it. All 24
 questions are marked `matrix`; some of them run with every test.
@@ -8,15 +10,21 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from html import escape
 
 import pytest
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner.answer import text
 from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL
+from hyper_parallel.planner.page import page
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import within
+from hyper_parallel.planner.short_answer import short, verdict
 from hyper_parallel.planner.simplest import AXES, PARTS, TIE, simplest
 from hyper_parallel.planner.simulated_links import constants_for
+from hyper_parallel.planner.solve import solve
+from hyper_parallel.units import format_duration
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
@@ -36,15 +44,36 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "devices", "runnable"), CASES)
-def test_each_axis_of_the_first_answer_pays_for_itself(model: str, devices: int, runnable: bool) -> None:
-    asked = Question(
+def _question(model: str, devices: int, runnable: bool) -> Question:
+    return Question(
         workload=Workload(shape(model), BATCH[devices], 8192),
         cluster=Cluster.named(f"h100x{devices}"),
         profile=HYPER_PARALLEL if runnable else GENERIC,
         runnable=runnable,
         tie=TIE,
     )
+
+
+@pytest.mark.parametrize(("model", "devices", "runnable"), CASES)
+def test_the_answer_is_ten_lines_that_begin_with_the_verdict(
+    model: str, devices: int, runnable: bool
+) -> None:
+    one = solve(_question(model, devices, runnable))
+    lines = short(one).splitlines()
+    assert len(lines) <= 10 and max(map(len, lines)) <= 80
+    assert lines[0].startswith(f"estimated: run {one.question.workload.shape.name} on h100x{devices} with ")
+    told = " ".join(short(one).split())
+    assert f"{format_duration(one.best[0].seconds)} a step; it fits." in told
+    for name in ("settings", "step", "memory", "ties", "limit", "next"):
+        assert sum(line.startswith(f"{name} ") for line in lines) == 1, name
+    # The same verdict leads the page, and the details keep to the terminal's width.
+    assert escape(verdict(one).removeprefix("estimated: ")) in page(one, [])
+    assert max(map(len, text(one, 80).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("model", "devices", "runnable"), CASES)
+def test_each_axis_of_the_first_answer_pays_for_itself(model: str, devices: int, runnable: bool) -> None:
+    asked = _question(model, devices, runnable)
     constants = constants_for(asked.profile, asked.cluster)
     found, tied = simplest(asked, constants)
     first = found.best[0]

@@ -142,9 +142,9 @@ def main_of(arguments: list[str]) -> None:
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--generate", "--model", "llama-3-8b", "--cluster", "h100x1", "--batch", "8"]
-    main_of([*arguments, "workload.prompt_tokens=2048", "--out", str(tmp_path / "plan.yaml")])
+    main_of([*arguments, "workload.prompt_tokens=2048", "--details", "--out", str(tmp_path / "plan.yaml")])
     told = capsys.readouterr().out
-    assert told.startswith("estimated generation with llama-3-8b")
+    assert told.startswith("estimated: llama-3-8b on ")
     assert re.search(r"at most 1\.6% hide", told)
     assert (tmp_path / "plan.yaml").exists()
     main_of(

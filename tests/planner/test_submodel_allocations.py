@@ -207,6 +207,9 @@ def test_open_axes_are_replaced(strategy: object) -> None:
 def test_the_page_begins_with_the_verdict_and_draws_both() -> None:
     found = allocations(task(encoder(seconds=0.4), encoder("audio"), devices=4))
     answer = Answer("small <model>", "4 devices of h100", found, 128)
+    lines = answer.short(80).splitlines()
+    assert lines[0].startswith("simulated: small <model> on 4 devices of h100: ")
+    assert len(lines) <= 10 and max(map(len, lines)) <= 80
     html = page(answer)
     assert html.count("<svg") == 2
     assert "small &lt;model&gt;" in html

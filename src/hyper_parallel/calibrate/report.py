@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
 from hyper_parallel.cluster import Cluster, CollectiveTable, CopyTable, Device, MemoryTable, ShapeTable
 from hyper_parallel.cluster.efficiency import attention_flops
+from hyper_parallel.report.sheets import Sheet
+from hyper_parallel.report.table import sheet_text, wrapped
 from hyper_parallel.units import format_bytes
 from hyper_parallel.workload import Work
 
@@ -30,18 +28,17 @@ class _Row:
 
 def render(cluster: Cluster, width: int = 100) -> str:
     """Measured rates of one worker and of several at once, each with its spread; collectives; copies."""
-    out = io.StringIO()
-    console = Console(file=out, width=width)
-    console.print(_rates(cluster))
+    found = [_rates(cluster)]
     for world, shared in cluster.shared.items():
-        console.print(_collectives(f"Collectives of {world} workers", shared.collectives))
+        found.append(_collectives(f"Collectives of {world} workers", shared.collectives))
     if cluster.collectives:
-        console.print(_collectives("Collectives", cluster.collectives))
+        found.append(_collectives("Collectives", cluster.collectives))
     if cluster.copies:
-        console.print(_copies(cluster.copies))
+        found.append(_copies(cluster.copies))
+    blocks = [f"{wrapped(sheet.title, width)}\n{sheet_text(sheet, width)}" for sheet in found]
     if warning := _busy(cluster):
-        console.print(warning)
-    return out.getvalue().rstrip()
+        blocks.append(wrapped(warning, width))
+    return "\n".join(blocks)
 
 
 def _busy(cluster: Cluster) -> str:
@@ -63,19 +60,20 @@ def _busy(cluster: Cluster) -> str:
     )
 
 
-def _rates(cluster: Cluster) -> Table:
+def _rates(cluster: Cluster) -> Sheet:
     assert cluster.device is not None, "a calibrated cluster has a device"
     devices = {1: cluster.device, **{n: shared.device for n, shared in cluster.shared.items()}}
-    table = Table(title=f"{cluster.device.name}: what a worker reaches", title_justify="left")
-    table.add_column("")
-    for world in devices:
-        estimated = world in cluster.shared and cluster.shared[world].slower is not None
-        said = "alone" if world == 1 else f"each of {world}" + (" (estimate)" if estimated else "")
-        table.add_column(said, justify="right")
-    table.add_column("spread", justify="right")
-    for row in _rows(cluster.device):
-        table.add_row(row.what, *map(row.shown, devices.values()), _spread(row.tables))
-    return table
+    columns = ["", "alone"]
+    for world in list(devices)[1:]:
+        estimated = cluster.shared[world].slower is not None
+        columns.append(f"each of {world}" + (" (estimate)" if estimated else ""))
+    rows = tuple(
+        (row.what, *map(row.shown, devices.values()), _spread(row.tables)) for row in _rows(cluster.device)
+    )
+    # The largest world and one worker say most of what lies between.
+    between = tuple(columns[2:-1])
+    title = f"{cluster.device.name}: what a worker reaches"
+    return Sheet(title, (*columns, "spread"), rows, drop=between)
 
 
 def _rows(device: Device) -> Iterable[_Row]:
@@ -128,33 +126,36 @@ def _spread(tables: Iterable[ShapeTable | MemoryTable | CollectiveTable | CopyTa
     return f"± {100 * sum(found) / len(found):.0f}%" if found else ""
 
 
-def _collectives(title: str, found: Sequence[CollectiveTable]) -> Table:
+def _collectives(title: str, found: Sequence[CollectiveTable]) -> Sheet:
     """One line for each kind and number of ranks; all were measured at the same sizes."""
-    table = Table(title=title, title_justify="left")
     sizes = [format_bytes(found[0].points[end][0]) for end in (0, -1)] if found else ["", ""]
-    for column in ("", "ranks", *sizes, "α", "β", "fit off by", "spread"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    rows = []
     for each in found:
         first, last = (each.points[end][1] for end in (0, -1))
-        table.add_row(
-            each.kind,
-            str(each.ranks),
-            f"{first * 1e6:.0f} µs",
-            f"{last * 1e3:.2f} ms",
-            f"{each.latency * 1e6:.0f} µs",
-            _rate(each.bandwidth),
-            f"{100 * each.residual:.0f}%",
+        rows.append(
+            (
+                each.kind,
+                str(each.ranks),
+                f"{first * 1e6:.0f} µs",
+                f"{last * 1e3:.2f} ms",
+                f"{each.latency * 1e6:.0f} µs",
+                _rate(each.bandwidth),
+                f"{100 * each.residual:.0f}%",
+                _spread([each]),
+            )
+        )
+    columns = ("", "ranks", *sizes, "α", "β", "fit off by", "spread")
+    return Sheet(title, columns, tuple(rows), drop=("fit off by", "spread"))
+
+
+def _copies(found: Sequence[CopyTable]) -> Sheet:
+    sizes = [format_bytes(found[0].points[end][0]) for end in (0, -1)]
+    rows = tuple(
+        (
+            f"{each.source} → {each.target}",
+            *(_rate(size / seconds) for size, seconds in (each.points[0], each.points[-1])),
             _spread([each]),
         )
-    return table
-
-
-def _copies(found: Sequence[CopyTable]) -> Table:
-    table = Table(title="Copies between memories", title_justify="left")
-    sizes = [format_bytes(found[0].points[end][0]) for end in (0, -1)]
-    for column in ("", *sizes, "spread"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for each in found:
-        rates = [_rate(size / seconds) for size, seconds in (each.points[0], each.points[-1])]
-        table.add_row(f"{each.source} → {each.target}", *rates, _spread([each]))
-    return table
+        for each in found
+    )
+    return Sheet("Copies between memories", ("", *sizes, "spread"), rows)

@@ -39,8 +39,11 @@ class Settings:
     """The folder in which flash is measured."""
 
 
-def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
-    """Measure this machine. `progress` is called with each part as it begins. Raises LaunchError if workers fail."""
+def calibrate(
+    settings: Settings, progress: Callable[[str], None], parts: Callable[[int], None] | None = None
+) -> Cluster:
+    """Measure this machine. `progress` is called with each part as it begins, and `parts` before with how many there
+    will be. Raises LaunchError if workers fail."""
     from hyper_parallel import compat
 
     if settings.workers < 1:
@@ -57,23 +60,25 @@ def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
             progress(f"{said}: {note}")
         return found
 
+    own = backend.device_count() >= settings.workers
+    worlds = [n for n in _worlds(settings.workers) if backend.devices_for(n)]
+    if parts is not None:
+        parts(len(ALONE) + sum(len(_together(world, own, cores)) for world in worlds))
     alone = round_(1, ALONE, settings.level)
     peaks = {name: _published(backend, name) for name in ("float32", "bfloat16")}
     memory = float(backend.memory_total())
     device = device_of(alone, backend.device_name(), memory, peaks)
     together: dict[int, Results] = {}
     shared: dict[int, Shared] = {}
-    own = backend.device_count() >= settings.workers
-    worlds = [n for n in _worlds(settings.workers) if backend.devices_for(n)]
     fitting = max([1, *(n for n in worlds if n <= cores)])
     for world in worlds:
         if own:
             together[world] = round_(
-                world, ("collectives",), "shared" if settings.level == "full" else settings.level
+                world, _together(world, own, cores), "shared" if settings.level == "full" else settings.level
             )
             continue
         level = "shared" if settings.level == "full" else settings.level
-        together[world] = found = round_(world, TOGETHER if world <= cores else TURNS, level)
+        together[world] = found = round_(world, _together(world, own, cores), level)
         base = alone if fitting == 1 else together[fitting]
         slower = None if world <= cores else _slower(base, found)
         if slower is None:
@@ -97,6 +102,13 @@ def calibrate(settings: Settings, progress: Callable[[str], None]) -> Cluster:
         copies=copies,
         shared=shared,
     )
+
+
+def _together(world: int, own: bool, cores: int) -> tuple[str, ...]:
+    """The parts that workers measure at once. `own`: each has a device of its own."""
+    if own:
+        return ("collectives",)
+    return TOGETHER if world <= cores else TURNS
 
 
 def _worlds(workers: int) -> list[int]:

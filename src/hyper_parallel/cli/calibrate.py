@@ -42,21 +42,36 @@ def calibrate(out: Path, workers: int, quick: bool) -> None:
     from hyper_parallel.calibrate import Settings, render
     from hyper_parallel.calibrate import calibrate as measure
     from hyper_parallel.errors import ConfigError
+    from hyper_parallel.report.table import terminal_width
 
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.absolute().parent} does not exist; create it first")
     started = time.monotonic()
 
-    def progress(said: str) -> None:
-        click.echo(f"  {time.monotonic() - started:5.1f} s  {said}", err=True)
+    parts, begun = 0, 0
 
-    cluster = measure(
-        Settings(workers=workers, level="quick" if quick else "full", folder=out.absolute().parent), progress
-    )
+    def total(count: int) -> None:
+        nonlocal parts
+        parts = count
+        click.echo(
+            f"{count} parts to measure, {'seconds' if quick else 'about a minute'} on an idle machine",
+            err=True,
+        )
+
+    def progress(said: str) -> None:
+        nonlocal begun
+        passed = time.monotonic() - started
+        # A part begins; what is not one says so by itself.
+        begun = min(begun + 1, parts)
+        left = f", about {passed / (begun - 1) * (parts - begun + 1):.0f} s left" if begun > 1 else ""
+        click.echo(f"  {passed:5.1f} s  {said} ({begun} of {parts}{left})", err=True)
+
+    settings = Settings(workers=workers, level="quick" if quick else "full", folder=out.absolute().parent)
+    cluster = measure(settings, progress, total)
     try:
         cluster.dump(out)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
-    click.echo(render(cluster))
+    click.echo(render(cluster, terminal_width()))
     click.echo(f"\nwritten: {out} ({time.monotonic() - started:.0f} s)")
     click.echo(f"next:    hyper-parallel simulate FILE --cluster {out}")

@@ -42,10 +42,11 @@ def doctor(bundle: Path | None, run: Path | None, as_json: bool) -> None:
     from hyper_parallel.integration import versions
     from hyper_parallel.launch.doctor import bundle as pack
     from hyper_parallel.launch.doctor import collect, render
+    from hyper_parallel.report.table import terminal_width
 
     if run is not None and bundle is None:
         raise ConfigError("--run goes with --bundle FILE, into which the run's logs are packed")
     report = collect({row.package: str(row) for row in versions.rows()})
-    click.echo(json.dumps(report, indent=2) if as_json else render(report))
+    click.echo(json.dumps(report, indent=2) if as_json else render(report, terminal_width(110)))
     if bundle is not None:
         click.echo(f"packed {pack(bundle, run, report)}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
@@ -42,6 +43,9 @@ def inspect(file: Path, overrides: tuple[str, ...], rank: int, as_json: bool) ->
     run = fetched(config.load(file, overrides), Wanted.CONFIG)
     # Only now, because these need torch.
     from hyper_parallel.estimate import inspect_run
+    from hyper_parallel.report.table import terminal_width
+    from hyper_parallel.report.waiting import announcing, waiting
 
-    report = inspect_run(run, rank)
-    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table())
+    with announcing(sys.stderr if sys.stderr.isatty() else None), waiting("capturing one rank's step"):
+        report = inspect_run(run, rank)
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table(terminal_width(150)))

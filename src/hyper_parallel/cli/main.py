@@ -97,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _speaks():
             given = sys.argv[1:] if arguments is None else arguments
             click.echo(f"{PREFIX}{printable(one_line(error, given))}", err=True)
+            _report(one_line(error, given))
         sys.exit(error.exit_code)
     except WorkersFailedError as error:
         sys.exit(error.code)
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _speaks():
             for line in str(error).split("\n"):
                 click.echo(f"{PREFIX}{printable(line)}", err=True)
+            _report(printable(str(error)))
         sys.exit(1 if isinstance(error, FaultError) else 2)
     except (click.Abort, KeyboardInterrupt):
         from hyper_parallel.launch.speaking_rank import speaks
@@ -118,6 +120,13 @@ def _collect_nothing() -> None:
     """Let the process end without a search for garbage: it takes as long to walk through a graph as a pass does."""
     gc.disable()
     atexit.register(gc.freeze)
+
+
+def _report(text: str) -> None:
+    from hyper_parallel.launch.torchelastic_report import let_others_come, report_reason
+
+    report_reason(text)
+    let_others_come()
 
 
 def _speaks() -> bool:

@@ -135,13 +135,14 @@ def simulate(
     run = fetched(run, Wanted.CONFIG)
     # Only now, because these need torch.
     from hyper_parallel.estimate import cluster_of, predict_run
+    from hyper_parallel.report.table import terminal_width
 
     if run.open:
         run = _planned(run, cluster, ranks, progress)
     machine = cluster_of(cluster, run, ranks)
     cache = Path(run.data.cache).expanduser() / "traces" if run.train.graph_cache else None
     found = predict_run(run, machine, as_written=as_written, explain=explain, cache=cache, progress=progress)
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text(terminal_width()))
     from hyper_parallel.report import page, perfetto
 
     if trace is not None:

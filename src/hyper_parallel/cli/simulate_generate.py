@@ -45,9 +45,10 @@ def simulate_generation(
     cluster = replace(cluster.for_workers(world), name=cluster.name or name)
     # Only now, because it needs torch.
     from hyper_parallel.estimate.generate_predict import predict_generation
+    from hyper_parallel.report.table import terminal_width
 
     found = predict_generation(run, cluster, progress=progress)
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text(terminal_width()))
     from hyper_parallel.report import page, perfetto
 
     if trace is not None:

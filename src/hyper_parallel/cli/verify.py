@@ -76,10 +76,14 @@ def verify(
     run = fetched(config.load(file, overrides), Wanted.MODEL)
     check(run, writes=driver == "gloo")
     # Only now, because these need torch.
+    from hyper_parallel.report.table import terminal_width
+    from hyper_parallel.report.waiting import announcing, waiting
     from hyper_parallel.verify import verify_file
 
-    report = verify_file(run, driver)
-    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table())
+    screen = sys.stderr if sys.stderr.isatty() else None
+    with announcing(screen), waiting("a step on one device, and one under the strategy"):
+        report = verify_file(run, driver)
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table(width=terminal_width()))
     sys.exit(0 if report.ok else 1)
 
 

@@ -9,7 +9,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config.generation_run import GenerationRun
 from hyper_parallel.estimate.generate_trace import SimulatedRun
 from hyper_parallel.report.sheets import Fact, Sheet
-from hyper_parallel.report.table import render
+from hyper_parallel.report.table import render, wrapped
 from hyper_parallel.simulator.generation.choose_split import SplitChoice, SplitQuestion
 from hyper_parallel.simulator.generation.pass_cost import PassCost
 from hyper_parallel.simulator.generation.pass_model import PassModel
@@ -90,7 +90,8 @@ class GenerationPrediction:
             ),
         ]
         tables = [_passes(self), _memory(self)]
-        lines = [render(first, figures, tables, "simulated", width).rstrip(), ""]
+        shown = render(first, figures, tables, "simulated", width).rstrip()
+        lines: list[str] = []
         lines.append(f"away from the device: {split_line(self.choice.split, self.model)}")
         if not self.choice.fits:
             lines.append(f"IT DOES NOT FIT: {self.choice.reason}")
@@ -101,7 +102,7 @@ class GenerationPrediction:
                 f"{format_count(run.shared)} of {format_count(run.prompt_tokens)} prompt tokens were computed before"
             )
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join([shown, "", *(wrapped(line, width) for line in lines)])
 
     @property
     def limit(self) -> str:
@@ -189,6 +190,7 @@ def _passes(found: GenerationPrediction) -> Sheet:
         "one pass, beside its bound",
         ("pass", "tokens", "behind", "seconds", "bound", "limit", "read", "copied"),
         tuple(rows),
+        drop=("copied", "behind"),
         note="read: bytes of weights and contexts that the pass must read; copied: over the link; behind: cached "
         "tokens of each request",
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from hyper_parallel.estimate.step_figures import LAYERS, Calls, Resident
+from hyper_parallel.report.sheets import Sheet
+from hyper_parallel.report.table import natural_width, sheet_text
 from hyper_parallel.shard.plan import Plan
 from hyper_parallel.units import format_bytes, format_count
 
@@ -119,54 +121,63 @@ class Inspection:
         ]
         return [*lines, *self.notes]
 
-    def table(self) -> str:
-        """For people."""
+    def table(self, width: int = 150) -> str:
+        """For people, at most `width` columns wide."""
         from rich.console import Console
-        from rich.table import Table
 
-        def table(columns: Sequence[str], left: int) -> Table:
-            made = Table(pad_edge=False)
-            for at, column in enumerate(columns):
-                made.add_column(column, justify="left" if at < left else "right", overflow="fold")
-            return made
-
-        modules = table(
-            ("module", "×", "parameter", "layout", "parameters", "gradients", "optimizer", "activations"), 1
-        )
-        modules.columns[2].justify = modules.columns[3].justify = "left"
-        shown = ""
-        for row in self.rows:
-            name = "″" if row.module == shown and shown else row.module or "(model)"
-            shown = row.module
-            sizes = (row.parameters, row.gradients, row.optimizer, row.activations)
-            cells = [format_bytes(size) if size else "–" for size in sizes]
-            modules.add_row(
-                name, str(row.count), row.parameter or "–", row.layout.replace("[", r"\[") or "–", *cells
-            )
-        calls = table(("axis", "level", "collective", "calls", "received"), 3)
-        for call in self.collectives:
-            calls.add_row(call.axis, call.level or "–", call.kind, str(call.count), format_bytes(call.bytes))
-        memory = table(("on this rank", "bytes"), 1)
-        for what, size in self.totals.items():
-            memory.add_row(what, format_bytes(size))
-        memory.add_section()
-        memory.add_row("sum", format_bytes(self.total))
-        if self.peak is not None:
-            memory.add_row("peak", format_bytes(self.peak))
         out = io.StringIO()
-        console = Console(file=out, width=150)
+        console = Console(file=out, width=width)
         degrees = " · ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1) or "one device"
         console.print(
             f"{format_count(self.parameters)} parameters on {self.world} ranks ({degrees}), as rank {self.rank} sees "
             f"it: {self.micro_batches} micro-batches of {self.micro_batch} × {self.sequence} tokens a step",
             markup=False,
         )
-        console.print(modules)
-        console.print(memory)
-        console.print(calls if self.collectives else "no collectives")
+        for sheet in (*self._modules(width), self._memory()):
+            console.print(sheet_text(sheet, width), markup=False)
+        console.print(
+            sheet_text(self._calls(), width) if self.collectives else "no collectives", markup=False
+        )
         for line in self.explanations():
             console.print(f"- {line}", markup=False)
         return out.getvalue()
+
+    def _modules(self, width: int) -> Iterator[Sheet]:
+        """Layouts and bytes of modules, beside each other where there is room for it."""
+        named, sized, shown = [], [], ""
+        for row in self.rows:
+            name = "″" if row.module == shown and shown else row.module or "(model)"
+            shown = row.module
+            held = (row.parameters, row.gradients, row.optimizer, row.activations)
+            named.append((name, str(row.count), row.parameter or "–", row.layout or "–"))
+            sized.append(tuple(format_bytes(size) if size else "–" for size in held))
+        names = ("module", "×", "parameter", "layout")
+        sizes = ("parameters", "gradients", "optimizer", "activations")
+        rows = tuple((*one, *other) for one, other in zip(named, sized, strict=True))
+        whole = Sheet("", (*names, *sizes), rows, left=len(names))
+        if natural_width(whole) <= width:
+            yield whole
+            return
+        yield Sheet("", names, tuple(named), left=len(names))
+        of_both = tuple(
+            (f"{one[0]} {one[2]}" if one[2] != "–" else one[0], *other)
+            for one, other in zip(named, sized, strict=True)
+        )
+        yield Sheet("", ("module and parameter", *sizes), of_both)
+
+    def _memory(self) -> Sheet:
+        rows = [(what, format_bytes(size)) for what, size in self.totals.items()]
+        rows.append(("sum", format_bytes(self.total)))
+        if self.peak is not None:
+            rows.append(("peak", format_bytes(self.peak)))
+        return Sheet("", ("on this rank", "bytes"), tuple(rows))
+
+    def _calls(self) -> Sheet:
+        rows = tuple(
+            (call.axis, call.level or "–", call.kind, str(call.count), format_bytes(call.bytes))
+            for call in self.collectives
+        )
+        return Sheet("", ("axis", "level", "collective", "calls", "received"), rows, left=3)
 
 
 def collapsed(name: str, layers: str | None) -> str:

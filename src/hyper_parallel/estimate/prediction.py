@@ -11,7 +11,8 @@ from hyper_parallel.graph import Kind, Lifetime
 from hyper_parallel.report import table
 from hyper_parallel.report.pipeline import PipelineFigures
 from hyper_parallel.report.sheets import heading, task_facts, task_sheets
-from hyper_parallel.report.table import render
+from hyper_parallel.report.table import render, wrapped
+from hyper_parallel.report.verdict import verdict
 from hyper_parallel.step.out_of_memory import remedies
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Peak, Timeline
@@ -73,7 +74,7 @@ class Prediction:
         timeline, trace = self.timeline, self.timeline.trace
         peak = format_bytes(timeline.peak.bytes)
         shown = _pipeline_text(timeline, self.pipeline, width) if self.pipeline else table(timeline, width)
-        lines = [shown.rstrip(), ""]
+        lines: list[str] = []
         lines.append(
             f"simulated: {format_count(self.parameters)} parameters, {format_count(self.tokens)} tokens a step in "
             f"{trace.micro_batches} micro-batch{'es' * (trace.micro_batches != 1)} of {self.micro_batch} × "
@@ -90,7 +91,8 @@ class Prediction:
             )
             lines += [f"  would help: {remedy}" for remedy in self.remedies]
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        told = [wrapped(line, width, "    " if line.startswith("  ") else "  ") for line in lines]
+        return "\n".join([wrapped(verdict(timeline), width), "", shown.rstrip(), "", *told])
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data. Times are seconds, memory is bytes; all are predicted."""

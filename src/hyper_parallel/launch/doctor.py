@@ -88,11 +88,13 @@ def collect(integrations: Mapping[str, str] | None = None) -> dict[str, Any]:
     return {**report, "warnings": warnings}
 
 
-def render(report: dict[str, Any]) -> str:
-    """The report as a table to read, ending with the warnings."""
+def render(report: dict[str, Any], width: int = 110) -> str:
+    """The report as a table to read, at most `width` columns wide, ending with the warnings."""
     # Recorded rather than printed, so that the command decides where it goes.
-    console = Console(file=io.StringIO(), width=110, highlight=False)
+    console = Console(file=io.StringIO(), width=width, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for section in ("versions", "integrations", "devices", "machine", "network", "launcher", "environment"):
         if not report[section]:
             continue

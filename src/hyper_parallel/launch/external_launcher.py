@@ -18,6 +18,7 @@ from hyper_parallel.launch.lost_steps import watch_steps
 from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.speaking_rank import SETTLE_S, let_speak, speaks
 from hyper_parallel.launch.store_link import StoreLink
+from hyper_parallel.launch.torchelastic_report import let_others_come, report_reason
 from hyper_parallel.launch.watchdog import Suspect
 from hyper_parallel.launch.worker import work
 
@@ -34,10 +35,13 @@ def run_joined(config: Launched, target: str, place: WorkerPlace) -> int:
         if not speaks(os.environ):
             let_speak()
         elif place.rank == 0:
-            _say(
-                f"{PREFIX}{place.launcher} started {place.world} workers, but the strategy's axes multiply to "
-                f"{world} ({config.effective_strategy.product}); start {world}, or change the axes"
+            reason = (
+                f"{place.launcher} started {place.world} workers, but the strategy's axes multiply to {world} "
+                f"({config.effective_strategy.product}); start {world}, or change the axes"
             )
+            _say(f"{PREFIX}{reason}")
+            report_reason(reason)
+            let_others_come()
         return 2
 
     def report(failure: Failure, store: Store | None) -> None:
@@ -74,6 +78,7 @@ def run_joined(config: Launched, target: str, place: WorkerPlace) -> int:
         link.close()
         for failure in shown:
             _say(failure.render(config))
+            report_reason(failure.text)
         if (shown or link.has_failed) and (line := lost()) is not None:
             _say(line)
         if link.has_failed:

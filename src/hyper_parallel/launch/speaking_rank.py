@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from hyper_parallel.launch.torchelastic_report import leave_quietly
+
 SETTLE_S = 3.0
 """Seconds that a worker waits for the reporting one."""
 
@@ -30,4 +32,5 @@ def speaks(environ: Mapping[str, str]) -> bool:
 
 def let_speak() -> None:
     """Wait for the reporting worker, or until the launcher ends this one."""
+    leave_quietly()
     time.sleep(SETTLE_S)

@@ -81,7 +81,8 @@ def choices(one: PrintedAnswer) -> Sheet:
         ("", "axes", "settings", "step (90%)", "beside", "MFU", "tokens/s", "peak", "exposed", "bubble"),
         tuple(rows),
         left=3,
-        note="beside: to the best; exposed: communication that nothing hides; tokens/s: of each device",
+        note="beside: to the best; exposed: communication that nothing hides; tokens/s: of each device; a second "
+        "strategy with the axes of another comes behind all sets of axes",
         drop=("bubble", "exposed", "tokens/s", "MFU", "beside"),
     )
 

@@ -145,6 +145,7 @@ def _changes(best: Figures, changes: Sequence[Neighbour]) -> Sheet:
         "one change at a time",
         ("change", "step", "beside", "peak", ""),
         tuple(rows),
+        drop=("peak",),
         note="the axis that pays for a longer one is the best there is"
         + (f"; {more} that are slower or do not fit are not shown" if more else ""),
     )

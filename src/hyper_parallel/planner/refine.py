@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,12 @@ def refine(
         progress(f"{told}: capturing and simulating its step{_left(begun, len(found), len(files))}")
         if place > 1:
             collect_between()
-        found.append(_refined(file, cluster, lambda text, told=told: progress(f"{told}: {text}"), limit))
+        found.append(_refined(file, cluster, partial(_told, progress, told), limit))
     return found
+
+
+def _told(progress: Callable[[str], None], about: str, text: str) -> None:
+    progress(f"{about}: {text}")
 
 
 def _left(begun: float, done: int, count: int) -> str:

@@ -32,11 +32,13 @@ def machine(question: Question) -> str:
 def short(one: PrintedAnswer, width: int = 80) -> str:
     """For the terminal. The first word is `estimated`."""
     best = one.best[0]
+    # Few published runs are of this kind, or none: the details say of what.
+    wide = "" if one.support.wider == 1.0 else ", widened"
     lines = [
         ("settings", format.settings(best.strategy)),
         (
             "step",
-            f"{format_duration(best.seconds)} (90%: {format.between(best)}), MFU {best.mfu:.0%}, "
+            f"{format_duration(best.seconds)} (90%{wide}: {format.between(best)}), MFU {best.mfu:.0%}, "
             f"{best.tokens_per_second:,.0f} tokens/s a device",
         ),
         (
@@ -49,7 +51,6 @@ def short(one: PrintedAnswer, width: int = 80) -> str:
         ("limit", _limit(one)),
         *_compared(one, best),
         *_simulated(one),
-        *([("evidence", one.support.sentence)] if one.support.wider != 1.0 else []),
         ("next", _next(one)),
     ]
     return answer(verdict(one), lines, width) + _notes(one, width)
@@ -79,7 +80,7 @@ def _ties(one: PrintedAnswer) -> str:
         more = f"; other settings of these save {less:.1%}" if less >= 5e-4 else ""
         return f"no other axes {within}{more}"
     sets = f"{one.tied.sets} sets of axes {within}, the simplest first"
-    return f"{sets}; quickest: {format.axes(quickest.strategy)}, −{less:.1%}" if less >= 5e-4 else sets
+    return f"{sets}; the quickest saves {less:.1%}" if less >= 5e-4 else sets
 
 
 def _limit(one: PrintedAnswer) -> str:
@@ -88,7 +89,9 @@ def _limit(one: PrintedAnswer) -> str:
     if why.blocked is not None:
         there = why.blocked.figures
         saves = format.signed(there.seconds / best.seconds - 1)
-        return f"memory: {why.blocked.change} ({saves}) needs {format_bytes(there.peak)}"
+        # What follows from a change of axes is in the details.
+        change = why.blocked.change.partition(", sequence_parallel")[0]
+        return f"memory: {change} ({saves}) needs {format_bytes(there.peak)}"
     if why.eased and why.eased[0].saved > 0:
         return f"{why.eased[0].what}: twice of it saves {why.eased[0].saved:.0%}; memory does not bind"
     return "memory does not bind"
@@ -129,4 +132,4 @@ def _simulated(one: PrintedAnswer) -> list[tuple[str, str]]:
 
 def _next(one: PrintedAnswer) -> str:
     write = "--out run.yaml" if one.question.runnable else "--runnable --out run.yaml"
-    return f"{write} (for train), --details (why), --refine 1 (simulate)"
+    return f"{write} (a file for train), --details (why)"

@@ -75,7 +75,9 @@ def simplest(question: Question, constants: Constants) -> tuple[Answer, Tied | N
 
 def _different(others: list[Choice], first: Choice) -> list[Choice]:
     """By time, but of strategies with the same axes above 1 the second and later ones behind all sets of axes."""
-    seen, new, more = {_kind(first)}, [], []
+    seen = {_kind(first)}
+    new: list[Choice] = []
+    more: list[Choice] = []
     for one in others:
         (more if _kind(one) in seen else new).append(one)
         seen.add(_kind(one))

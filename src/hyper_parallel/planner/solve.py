@@ -113,6 +113,7 @@ def solve(
         compared=None if other is None else _figures(other, known),
         tokens=tokens,
         notes=[
+            *_undivided(question),
             *(
                 f"not searched: {reason}"
                 for reason in left_out(question.workload.shape.mixer, question.runnable)
@@ -121,6 +122,18 @@ def solve(
             *notes,
         ],
     )
+
+
+def _undivided(question: Question) -> list[str]:
+    """A note where the batch itself rules out data parallelism over all devices, though it is large enough."""
+    batch, devices = question.workload.batch, question.devices
+    if batch % devices == 0 or 2 * batch < devices:
+        return []
+    near = [f"{devices * times:,}" for times in (batch // devices, batch // devices + 1) if times]
+    return [
+        f"{batch:,} sequences do not divide over {devices:,} devices, so that not all can share data; "
+        f"--batch {' or '.join(near)} would"
+    ]
 
 
 def _figures(row: Table, constants: Constants) -> Figures:
@@ -152,11 +165,15 @@ def _floor(found: Answer, constants: Constants) -> str:
     if question.workload.sequence > 1024:
         helps.append("a shorter sequence")
     return (
-        f"{name} fits no strategy on {question.devices:,} devices of {where}: the smallest of {found.counted:,} needs "
+        f"{name} fits no strategy on {_devices(question)} of {where}: the smallest of {found.counted:,} needs "
         f"{format.memory(least)} on a device{_beside(found.smallest.table)} (estimated; {format.axes(least.strategy)}, "
         f"{format.settings(least.strategy)}); "
         f"what would make it fit: {', or '.join(helps) or 'devices with more memory'}"
     )
+
+
+def _devices(question: Question) -> str:
+    return "1 device" if question.devices == 1 else f"{question.devices:,} devices"
 
 
 def _beside(row: Table) -> str:

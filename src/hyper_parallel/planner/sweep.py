@@ -47,9 +47,11 @@ def curve(
 ) -> list[Point]:
     """The answers, in order."""
     found = []
-    for question in questions:
+    asked = list(questions)
+    for place, question in enumerate(asked, 1):
         if progress is not None:
-            progress(f"{question.devices:,} devices, {question.workload.sequence:,} tokens a sequence")
+            which = f" ({place} of {len(asked)})" if len(asked) > 1 else ""
+            progress(f"{question.devices:,} devices, {question.workload.sequence:,} tokens a sequence{which}")
         found.append(ask(question, constants))
     return found
 

@@ -25,6 +25,7 @@ from hyper_parallel.report.sheets import (
     task_facts,
     task_sheets,
 )
+from hyper_parallel.report.verdict import verdict, word
 from hyper_parallel.trace import KINDS, Op, Span, Timeline
 from hyper_parallel.units import format_bytes, format_count
 
@@ -44,6 +45,10 @@ def page(
     slots = {
         "title": escape(title),
         "word": escape(shown_together(shown)),
+        "verdicts": "".join(
+            f'<p class="verdict">{badge(word(one))} {escape(_behind(word(one), verdict(one)))}</p>'
+            for one in shown
+        ),
         "headings": "".join(f"<p>{badge(one.word)} {escape(_behind_badge(one))}</p>" for one in shown),
         "facts": _facts(shown, facts if pipeline is None else task_facts),
         "pipeline": "".join(map(gantt, shown)) if pipeline else "",
@@ -54,6 +59,12 @@ def page(
         "data": embedded(data),
     }
     return filled("page.html", slots)
+
+
+def _behind(word: str, sentence: str) -> str:
+    """A sentence that begins with a word and a colon, without them."""
+    told = sentence.removeprefix(f"{word}: ")
+    return told[:1].upper() + told[1:]
 
 
 def _behind_badge(timeline: Timeline) -> str:

@@ -139,6 +139,7 @@ class PipelineFigures:
                 ),
                 groups,
                 left=3,
+                drop=("in flight", "state", "waiting"),
                 note="in flight: micro-batches whose activations a rank holds at most; state: parameters, gradients, "
                 "optimizer",
             ),
@@ -147,6 +148,7 @@ class PipelineFigures:
                 ("stage", "group", "layers", "F", "I", "W", "collectives", "saved", "sent on"),
                 stages,
                 left=2,
+                drop=("sent on", "layers"),
                 note="F forward pass, I gradients of inputs, W gradients of weights; collectives: share of F + I + W "
                 "in which only a collective of the stage's own mesh runs",
             ),

@@ -186,7 +186,7 @@ def _classes(timeline: Timeline) -> Sheet:
                 )
             )
     columns = ("class", "ranks", "computing", "exposed", "imbalance", "fill and drain", "peak")
-    return Sheet("rank classes", columns, tuple(rows), left=2)
+    return Sheet("rank classes", columns, tuple(rows), left=2, drop=("fill and drain", "imbalance"))
 
 
 def _sums(title: str, what: str, found: Mapping[str, Sum], step: float, *, ordered: bool = False) -> Sheet:
@@ -224,6 +224,7 @@ def _sums(title: str, what: str, found: Mapping[str, Sum], step: float, *, order
             for name, one in rows
         ),
         note=_BESIDE if any(one.communication for _, one in rows) and not ordered else "",
+        drop=("ops", "FLOPs"),
     )
 
 
@@ -271,7 +272,9 @@ def _alive(timeline: Timeline, tier: str) -> Sheet:
         count, size = sum(len(groups[key]) for key in rest), sum(sizes[key] for key in rest)
         rows.append((f"{len(rest)} others", NONE, NONE, NONE, str(count), format_bytes(size)))
     columns = ("made by", "module", "phase", "kind", "storages", "bytes")
-    return Sheet(f"alive at the peak of {tier} memory", columns, tuple(rows), left=4)
+    return Sheet(
+        f"alive at the peak of {tier} memory", columns, tuple(rows), left=4, drop=("storages", "kind")
+    )
 
 
 def describe_ranks(timeline: Timeline, name: str) -> str:

@@ -1,12 +1,14 @@
 """Figures and tables as text for the terminal, within its width.
 
-A table that is wider than the terminal loses width in this order: columns of text wrap at spaces, then the columns that
-its Sheet names in `drop` are left out, which a line below it says, then what is left is folded.
+A table that is wider than the terminal loses width in this order: columns of text wrap (at spaces, and behind the dots,
+slashes and underscores of names), then the columns that its Sheet names in `drop` are left out, which a line below it
+says, then what is left is folded. Columns of numbers stay whole.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ WRAPPED = 14
 """Columns that a column of text keeps, where it has as much text."""
 BORDER = 3
 """Columns that a table's border and padding take, for each of its columns."""
+_BREAKS = re.compile(r"[^\s./_]*[\s./_]+|[^\s./_]+")
+"""Parts of a text between which a line may end: behind spaces, dots, slashes and underscores."""
 
 
 def terminal_width(default: int = WIDTH) -> int:
@@ -84,16 +88,30 @@ def render(
             grid.add_row(*_plain((fact.name, fact.value, fact.meaning)))
         console.print(grid)
     for sheet in tables:
-        shown, left_out = fitting(sheet, width)
         console.print()
         console.print(f"{word}: {sheet.title}", markup=False, highlight=False)
-        console.print(_grid(shown, width))
-        if sheet.note:
-            console.print(sheet.note, markup=False, highlight=False)
-        if left_out:
-            told = f"left out at this width: {', '.join(left_out)}"
-            console.print(told, markup=False, highlight=False)
+        console.print(sheet_text(sheet, width), markup=False, highlight=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def sheet_text(sheet: Sheet, width: int = WIDTH) -> str:
+    """One table without its title, at most `width` columns wide, with its note and what was left out."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    shown, left_out = fitting(sheet, width)
+    console.print(_grid(shown, width))
+    if sheet.note:
+        console.print(sheet.note, markup=False, highlight=False)
+    if left_out:
+        console.print(f"left out at this width: {', '.join(left_out)}", markup=False, highlight=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def natural_width(sheet: Sheet) -> int:
+    """Columns that the table takes where nothing wraps."""
+    return _whole(_most_widths(sheet))
 
 
 def fitting(sheet: Sheet, width: int) -> tuple[Sheet, list[str]]:
@@ -113,14 +131,26 @@ def _grid(sheet: Sheet, width: int):  # type: ignore[no-untyped-def]
     from rich.table import Table
 
     made = Table(pad_edge=False)
-    for at, (column, wide) in enumerate(zip(sheet.columns, _widths(sheet, width), strict=True)):
-        justify = "left" if at < sheet.left else "right"
-        made.add_column(column, justify=justify, overflow="fold", width=wide)
+    widths = _widths(sheet, width)
+    for at, (column, wide) in enumerate(zip(sheet.columns, widths, strict=True)):
+        made.add_column(column, justify="left" if at < sheet.left else "right", overflow="fold", width=wide)
     for row in sheet.rows:
         if row[0] in ("sum", "step"):
             made.add_section()
-        made.add_row(*_plain(row))
+        made.add_row(*_plain(tuple(map(_in_lines, row, widths))))
     return made
+
+
+def _in_lines(text: str, width: int | None) -> str:
+    """The text in lines of at most `width` columns, where it has places to break."""
+    if width is None or _length(text) <= width:
+        return text
+    lines = [""]
+    for word in _BREAKS.findall(text):
+        if lines[-1] and _length((lines[-1] + word).rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(line.strip() for line in lines)
 
 
 def _widths(sheet: Sheet, width: int) -> list[int] | list[None]:
@@ -130,10 +160,15 @@ def _widths(sheet: Sheet, width: int) -> list[int] | list[None]:
     if spare < 0:
         return [None] * len(least)  # rich folds everything
     wants = [high - low for low, high in zip(least, most, strict=True)]
-    total = sum(wants)
-    if total <= spare:
+    if sum(wants) <= spare:
         return most
-    return [low + spare * want // total for low, want in zip(least, wants, strict=True)]
+    # Text first: a number's column wants more only for its name, which wraps as well.
+    text = sum(wants[: sheet.left])
+    given = [min(want, spare * want // max(text, 1)) for want in wants[: sheet.left]]
+    spare -= sum(given)
+    heads = sum(wants[sheet.left :])
+    given += [min(want, spare * want // max(heads, 1)) for want in wants[sheet.left :]]
+    return [low + more for low, more in zip(least, given, strict=True)]
 
 
 def _whole(widths: Sequence[int]) -> int:
@@ -155,7 +190,7 @@ def _least_widths(sheet: Sheet) -> list[int]:
     for at, cells in enumerate(_columns(sheet)):
         whole = max(map(_length, cells))
         if at < sheet.left:
-            words = max(_length(word) for cell in cells for word in cell.split() or [""])
+            words = max(_length(word.rstrip()) for cell in cells for word in _BREAKS.findall(cell) or [""])
             found.append(min(whole, max(words, WRAPPED)))
         else:
             # A name of several words wraps over numbers.

@@ -16,6 +16,7 @@ from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
 from hyper_parallel.compat.uneven_gradients import keep_gradient_sharded
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
+from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard.activation_checkpointing import apply_recompute, recomputed_modules
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
 from hyper_parallel.shard.context.gather_positions import apply_gathered
@@ -99,9 +100,10 @@ def parallelize(
     recomputed = recomputed_modules(model, strategy) if pipeline is None else []
 
     together = pipeline.alike if pipeline is not None else ()
-    unseen = like is None and not check_before_training(
-        model, strategy, plan, _on_simulated_ranks, together=together
-    )
+    unseen = False
+    if like is None:
+        with waiting("comparing the strategy with one device, on a small copy of the model"):
+            unseen = not check_before_training(model, strategy, plan, _on_simulated_ranks, together=together)
     original = skeleton if skeleton is not None or not unseen else without_values(model)
 
     gathers = lowering == "traceable"

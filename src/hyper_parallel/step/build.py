@@ -20,6 +20,7 @@ from hyper_parallel.data import MultimodalData, Tokenizer, TrainingData, load_da
 from hyper_parallel.data.export_assets import generation_config
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.runtime.parameter_paging import lend
+from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.shard.rules import has_encoder
@@ -205,14 +206,15 @@ def transformers_config(declared: ModelConfig) -> Any:
 def _data(config: RunConfig, hf: Any, model: Any) -> TrainingData:
     """`model`, or its class, says what it takes beside text."""
     language = hf.get_text_config(decoder=True) if hasattr(hf, "get_text_config") else hf
-    found = load_data(
-        config.data,
-        seed=config.seed,
-        positions=getattr(language, "max_position_embeddings", None),
-        model=config.model.folder,
-        family=getattr(hf, "model_type", None) or "the model",
-        kinds=media_kinds(model),
-    )
+    with waiting("reading and tokenizing the data"):
+        found = load_data(
+            config.data,
+            seed=config.seed,
+            positions=getattr(language, "max_position_embeddings", None),
+            model=config.model.folder,
+            family=getattr(hf, "model_type", None) or "the model",
+            kinds=media_kinds(model),
+        )
     if isinstance(found, MultimodalData):
         check_run(config)
     return found

@@ -12,6 +12,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TrainingData
 from hyper_parallel.errors import BudgetError, StrategyError
 from hyper_parallel.overlap.collective_order import APART, DIGEST, order_digest
+from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import ShardedModel, parallelize, row_length, sharded
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.step.batches import Batches
@@ -72,7 +73,8 @@ def try_graph(
         if store is not None and not _all(handle, graphs.stored(shape), device):
             # A rank that reads its step makes process groups at once, and one that captures it as it goes.
             graphs.not_stored(shape)
-        refused = _refused(graphs, shape, device)
+        with waiting("capturing the step" + (" and planning its memory" if budget is not None else "")):
+            refused = _refused(graphs, shape, device)
         if budget is not None:
             graphs.begin(shape, refused)
     except BaseException:

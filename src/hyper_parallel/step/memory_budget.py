@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
@@ -63,6 +64,23 @@ class Budget:
         self._settled: dict[str, torch.Tensor] = {}
         """State inputs that rest where their graph wants them."""
         self._stalled = 0.0
+        self._dropped: Counter[tuple[str, bool]] = Counter()
+        self._dropped_wait = 0.0
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on the device that any plan in use comes to, by the sizes of the step's tensors."""
+        return max((found.plan.peak for found in self.found.values()), default=0)
+
+    @property
+    def copied(self) -> Counter[tuple[str, bool]]:
+        """Bytes copied so far by all plans, by tier and whether they went out to it."""
+        return sum((runtime.copied for runtime in self.found), Counter(self._dropped))
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank's steps, and whoever looked at its state, waited for copies so far."""
+        return self._dropped_wait + sum(runtime.blocked for runtime in self.found)
 
     def offload(self, load: float = 1.0) -> Offload:
         """The pass that keeps a step under the budget; another step may be running meanwhile. `load`: how many times
@@ -94,6 +112,8 @@ class Budget:
         else:
             self._shelves = self._shelves.without(self._plans.pop(runtime))
             del self.found[runtime]
+            self._dropped.update(runtime.copied)
+            self._dropped_wait += runtime.blocked
 
     def forget(self) -> None:
         """The steps that were planned so far will not run."""

@@ -39,6 +39,8 @@ class Profiling:
         self._seen = 0
         self._graph: Captured | None = None
         self._profiler: Profiler | None = None
+        self.written: list[str] | None = None
+        """The page and the traces, once they are there."""
 
     def runner(self, graph: Captured) -> RunsStep | Profiler:
         """What runs the next step: the graph as it is, or with a clock."""
@@ -86,5 +88,7 @@ class Profiling:
         for timeline in shown:
             (self._folder / f"{timeline.word}.json").write_text(perfetto(timeline), encoding="utf-8")
         (self._folder / "page.html").write_text(page(shown, "A step of this run"), encoding="utf-8")
+        files = ["page.html", *(f"{timeline.word}.json" for timeline in shown)]
+        self.written = [str(self._folder / name) for name in files]
         told = ", ".join(f"{timeline.word} {format_duration(timeline.step)}" for timeline in shown)
         log.info("profile: %s a step (the median of %d, on rank 0); %s/page.html", told, steps, self._folder)

@@ -22,12 +22,14 @@ class Meter:
         """A step begins."""
         self._began = time.perf_counter()
 
-    def end(self, tokens: int) -> None:
+    def end(self, tokens: int) -> float:
         """The step ended; the host had waited for the device's gradients in it. `tokens`: positions computed, over all
-        ranks."""
-        self.seconds += time.perf_counter() - self._began
+        ranks. The step's seconds."""
+        seconds = time.perf_counter() - self._began
+        self.seconds += seconds
         self.steps += 1
         self._tokens += tokens
+        return seconds
 
     def rates(self) -> dict[str, float]:
         """`seconds` a step, `tokens_per_second` and, with a known peak, `mfu`, of the steps since the last call."""

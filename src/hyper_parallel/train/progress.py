@@ -105,15 +105,26 @@ def line(step: int, steps: int, record: Mapping[str, float], eta: float, width: 
         cells["rate"] = f"{format_count(record['tokens_per_second'])} tok/s"
     if "mfu" in record:
         cells["mfu"] = f"MFU {record['mfu']:.1%}"
-    if record.get("memory"):
+    if "memory_budget" in record:
+        cells["budget"] = f"device {_of(record['memory_peak'], record['memory_budget'])}"
+        if "memory_process" in record:
+            cells["memory"] = f"process {format_bytes(record['memory_process'])}"
+    elif record.get("memory"):
         cells["memory"] = format_bytes(record["memory"])
     if step < steps and math.isfinite(eta):
         cells["eta"] = f"ETA {format_seconds(eta)}"
-    for cell in ("memory", "lr", "mfu", "grad", "rate", "eta"):
+    for cell in ("memory", "lr", "mfu", "grad", "rate", "budget", "eta"):
         if width is None or len("  ".join(cells.values())) <= width:
             break
         cells.pop(cell, None)
     return "  ".join(cells.values())
+
+
+def _of(part: float, whole: float) -> str:
+    """`96.2 of 100.0 MiB`: the unit once, where both have the same."""
+    shown, unit = format_bytes(part).split(" ")
+    of = format_bytes(whole)
+    return f"{shown} of {of}" if of.endswith(f" {unit}") else f"{shown} {unit} of {of}"
 
 
 def command_path(name: str) -> str:

@@ -22,6 +22,7 @@ from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.profiling import Profiling
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.submodel_run import SubmodelBatches
+from hyper_parallel.train.budget_usage import BudgetMeter
 from hyper_parallel.train.checkpoint_state import RunCheckpoints
 from hyper_parallel.train.evaluate import Evaluation
 from hyper_parallel.train.meter import Meter
@@ -51,6 +52,8 @@ class RunParts:
     interval: SaveInterval
     profiling: Profiling | None
     """On rank 0 of a run that asks for one."""
+    budget_meter: BudgetMeter | None
+    """None without a memory budget."""
 
     @classmethod
     def of(cls, config: RunConfig, model: nn.Module | None, worker: Worker) -> RunParts:
@@ -107,6 +110,7 @@ class RunParts:
             Profiling(train.profile, Path(config.out), worker, flops * tokens, peak)
             if train.profile is not None and worker.rank == 0
             else None,
+            None if built.budget is None else BudgetMeter(built.budget),
         )
 
     def held_out_loss(self, ends: Callable[[], bool]) -> float | None:

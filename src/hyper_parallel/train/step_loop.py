@@ -84,6 +84,8 @@ class StepLoop:
             done, last = step + 1, step + 1 == train.steps
             due = last or done % train.log_every == 0
             began, consumed = state.consumed, state.leave_out(state.consumed + train.batch, train.batch)
+            if parts.budget_meter is not None:
+                parts.budget_meter.begin()
             parts.meter.begin()
             with pulse.step(done):
                 result = stepper.run(
@@ -92,7 +94,9 @@ class StepLoop:
                     requests=functools.partial(_requests, self._interval),
                 )
             positions = parts.batches.positions(began)
-            parts.meter.end(positions)
+            seconds = parts.meter.end(positions)
+            if parts.budget_meter is not None:
+                parts.budget_meter.end(seconds)
             for note in graphs.told() if graphs is not None else ():
                 parts.reporter.note(note)
             state.step, state.consumed = done, consumed
@@ -168,8 +172,9 @@ class StepLoop:
             "memory": result.memory,
             **rates,
         }
-        if parts.built.budget is not None:
-            record["memory_stall"] = parts.built.budget.stalled()
+        if parts.budget_meter is not None:
+            on_cpu = parts.worker.device.type == "cpu"
+            record.update(parts.budget_meter.record(result.memory, on_cpu=on_cpu))
         if result.expert_imbalance is not None:
             record["expert_imbalance"] = result.expert_imbalance
         if result.expert_loads is not None and parts.handle.mesh.size("expert") > 1:

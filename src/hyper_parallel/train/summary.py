@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.checkpoint.durable import publish
+from hyper_parallel.train.budget_usage import BudgetUse
 from hyper_parallel.units import format_count, format_seconds
+
+_NO_PREDICTION = (
+    "none: no cluster was named. `hyper-parallel calibrate`, then add train.profile.cluster=cluster.yaml"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Summary:
     sample: str | None
     skipped: int = 0
     """Steps whose loss or gradient norm was not finite and that were left out (`train.on_nonfinite`)."""
+    budget: BudgetUse | None = None
+    """What the memory budget came to, on this rank; None without one."""
+    profile: list[str] | None = None
+    """The page and the traces of measured steps, with the prediction where there is one; None where no steps were
+    measured."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON-able values; what is not finite is None."""
@@ -53,7 +63,10 @@ class Summary:
     @classmethod
     def read(cls, out: str | Path) -> Summary:
         """The summary of a finished run from its folder."""
-        return cls(**json.loads((Path(out) / "summary.json").read_text(encoding="utf-8")))
+        found = json.loads((Path(out) / "summary.json").read_text(encoding="utf-8"))
+        if found.get("budget") is not None:
+            found["budget"] = BudgetUse(**found["budget"])
+        return cls(**found)
 
     def write(self) -> None:
         """Write `<out>/summary.json`."""
@@ -90,6 +103,14 @@ class Summary:
                     f"{format_seconds(self.seconds)}, {format_count(self.tokens_per_second)} tokens/s{mfu}",
                 )
             )
+        if self.budget is not None:
+            rows += self.budget.rows()
+        if self.profile is not None:
+            page, *traces = self.profile
+            rows.append(("profile", page))
+            rows += [("trace", f"{trace} (opens in ui.perfetto.dev)") for trace in traces]
+            if len(traces) == 1:
+                rows.append(("prediction", _NO_PREDICTION))
         rows.append(("metrics", f"{self.out}/metrics.jsonl"))
         if self.checkpoint is not None:
             rows.append(("checkpoint", self.checkpoint))

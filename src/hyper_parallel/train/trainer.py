@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from hyper_parallel.data.export_assets import ends_of
 from hyper_parallel.errors import CheckpointError, HyperParallelError
 from hyper_parallel.launch import Worker, stop
 from hyper_parallel.launch.heartbeat import pulse
+from hyper_parallel.report.waiting import announcing
 from hyper_parallel.train.checkpoint_state import RunState
 from hyper_parallel.train.launch_workers import alone, run_on_workers
 from hyper_parallel.train.progress import shown
@@ -54,7 +56,8 @@ class Trainer:
         try:
             if worker.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)
-            with stop.interruptible(), pulse.operation("preparing"):
+            screen = sys.stdout if worker.rank == 0 else None
+            with stop.interruptible(), pulse.operation("preparing"), announcing(screen):
                 run = _Run(RunParts.of(self.config, self._model, worker))
             return run.run()
         except OSError as error:
@@ -145,6 +148,8 @@ class _Run:
             checkpoint=str(shown(checkpoint)) if checkpoint is not None else None,
             sample=text,
             skipped=state.skipped,
+            budget=None if parts.budget_meter is None else parts.budget_meter.use(),
+            profile=None if parts.profiling is None else parts.profiling.written,
         )
 
     def _sample(self, step: int) -> str | None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.report.sheets import Sheet
+from hyper_parallel.report.table import sheet_text
 from hyper_parallel.verify.step import StepOutcome
 
 # The one place for tolerances. An error is the largest difference of a tensor over its largest element (for a
@@ -131,34 +133,28 @@ class Report:
             data["undecided"],
         )
 
-    def table(self, worst: int = 8) -> str:
-        """The verdict and the `worst` parameters as text."""
+    def table(self, worst: int = 8, width: int = 110) -> str:
+        """The verdict and the `worst` parameters as text, at most `width` columns wide."""
         from rich.console import Console
-        from rich.table import Table
 
-        table = Table()
-        for column, justify in (
-            ("", "left"),
-            ("one device", "right"),
-            ("strategy", "right"),
-            ("error", "right"),
-        ):
-            table.add_column(column, justify=justify)  # type: ignore[arg-type]
-        for what, (one, many) in (("loss", self.loss), ("gradient norm", self.grad_norm)):
-            table.add_row(what, f"{one:.8g}", f"{many:.8g}", f"{_relative(one, many):.1e}")
-        details = Table()
-        for column in ("parameter", "layout", "gradient error", "update error"):
-            details.add_column(column, overflow="fold")
-        for p in self.parameters[:worst]:
-            details.add_row(p.name, p.layout.replace("[", r"\["), f"{p.gradient:.1e}", f"{p.value:.1e}")
+        numbers = tuple(
+            (what, f"{one:.8g}", f"{many:.8g}", f"{_relative(one, many):.1e}")
+            for what, (one, many) in (("loss", self.loss), ("gradient norm", self.grad_norm))
+        )
+        columns = ("parameter", "layout", "gradient error", "update error")
+        rows = tuple(
+            (p.name, p.layout, f"{p.gradient:.1e}", f"{p.value:.1e}") for p in self.parameters[:worst]
+        )
         out = io.StringIO()
-        console = Console(file=out, width=110)
+        console = Console(file=out, width=width)
         console.print(f"one device against {self.strategy}, {self.driver}", markup=False)
-        console.print(table)
+        console.print(
+            sheet_text(Sheet("", ("", "one device", "strategy", "error"), numbers), width), markup=False
+        )
         console.print(
             f"the worst of {len(self.parameters)} parameters, errors relative to the largest element"
         )
-        console.print(details)
+        console.print(sheet_text(Sheet("", columns, rows, left=2), width), markup=False)
         if self.ok:
             limits = f"{TOLERANCE[self.dtype]:.0e} of each gradient, {UPDATE_TOLERANCE[self.dtype]:.0e} of each update"
             if self.float64 is None:

@@ -36,8 +36,8 @@ def shape(name: str) -> Shape:
         # All names make a long line: they are listed only if none is similar.
         known_ones = f"; give one of {', '.join(names())}" if not hint else ""
         raise ConfigError(
-            f"there is no model {name!r} among the published ones{hint}{known_ones}; or give the folder of a "
-            "Transformers model with its config.json"
+            f"there is no model {name!r} among the published ones{hint}{known_ones}{' Or' if hint else '; or'} "
+            "give the folder of a Transformers model with its config.json"
         )
     return found
 

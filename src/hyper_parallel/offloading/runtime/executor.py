@@ -7,6 +7,7 @@ another graph wants it elsewhere; `present` lends a tensor to whoever wants to l
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -44,8 +45,13 @@ class Runtime:
         """Slots from which a storage is being filled, or was to be."""
         self.blocked = 0.0
         """Seconds that waits have held up the caller so far."""
-        self.moved = 0
+        self.copied: Counter[tuple[str, bool]] = Counter()
+        """Bytes copied so far, by tier and whether they went out to it."""
+
+    @property
+    def moved(self) -> int:
         """Bytes copied so far, both ways together."""
+        return self.copied.total()
 
     # The operators.
 
@@ -123,7 +129,7 @@ class Runtime:
         return f"a tensor of {next((node.meta['module'] for node in of), '') or 'the step'}"
 
     def _begun(self, slot: int, tier: str, out: bool, count: int) -> None:
-        self.moved += count
+        self.copied[tier, out] += count
         if self._watch is not None:
             self._watch.began(tier, out, count, self._pending[slot])
 

@@ -92,7 +92,8 @@ class Answer:
             ("memory", f"{format_bytes(fullest)} of {format_bytes(task.capacity)} a device, estimated"),
             ("next", "--out run.yaml (for train), --details (parts, memory), --html page.html"),
         ]
-        return answer(f"{WORD}: {self.title} on {self.cluster}: {self.verdict}", lines, width)
+        verdict = self.verdict.replace(f", {WORD}", "").removesuffix(f"; {WORD}")
+        return answer(f"{WORD}: {self.title} on {self.cluster}: {verdict}", lines, width)
 
     def text(self, width: int) -> str:
         """All of it for the terminal."""
