@@ -67,6 +67,27 @@ def test_a_run_from_an_id_keeps_its_commit(hub: HubServer, small_model: Path, tm
         assert offline.returncode == 0, offline.stderr
 
 
+def test_a_run_on_a_data_set(hub: HubServer, small_model: Path, tmp_path: Path) -> None:
+    hub.push_folder("acme/tiny", small_model, "a")
+    rows = "".join(json.dumps({"prompt": f"f{i}", "response": f"x + {i}"}) + "\n" for i in range(100))
+    data = hub.repository("acme/rows", "datasets")
+    first = data.push("d", {"train.jsonl": rows.encode()})
+    run_file(tmp_path)
+    arguments = ("train", "run.yaml", "data.train={path: acme/rows}")
+    done = command(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"data.train: downloading the data set acme/rows at {first[:7]}" in done.stderr
+    kept = {"path": f"hub:acme/rows@{first}", "name": None, "split": "train"}
+    assert yaml.safe_load((tmp_path / "out/run.yaml").read_text())["data"]["train"] == kept
+    second = data.push("e", {"train.jsonl": b"{}"})
+    more = command(tmp_path, *arguments, "train.steps=3")
+    assert more.returncode == 0, more.stderr
+    assert f"data.train: acme/rows is now at {second[:12]}; the run goes on with {first[:12]}" in more.stderr
+    hub.status = 503
+    offline = command(tmp_path, "train", "out/run.yaml", "train.steps=4")
+    assert offline.returncode == 0, offline.stderr
+
+
 def test_generation_from_an_id(hub: HubServer, small_model: Path, tmp_path: Path) -> None:
     hub.push_folder("acme/tiny", small_model, "a")
     arguments = ("--prompt", "def f1(x):", "inference.max_tokens=4")
