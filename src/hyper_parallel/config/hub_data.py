@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag, model_validator
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.hub.hub_id import PREFIX, HubId, parse_explicit
@@ -47,6 +50,31 @@ class HubData(Section):
         found = parse_explicit(text, "path")
         assert found is not None
         return found
+
+
+def _kind(given: Any) -> str:
+    return "section" if isinstance(given, Mapping | HubData) else "text"
+
+
+def _kind_or_list(given: Any) -> str:
+    return "list" if isinstance(given, list | tuple) else _kind(given)
+
+
+# The kind of what is written says which is meant, so that a mistake is explained once.
+DataPaths = Annotated[
+    Annotated[PathText, Tag("text")]
+    | Annotated[HubData, Tag("section")]
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[PathText, Tag("text")] | Annotated[HubData, Tag("section")], Discriminator(_kind)
+            ]
+        ],
+        Tag("list"),
+    ],
+    Discriminator(_kind_or_list),
+]
+"""A path, ``hub:org/name``, the section of a data set, or a list of them."""
 
 
 def as_hub(entry: str | HubData, key: str) -> HubData | None:
