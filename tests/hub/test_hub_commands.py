@@ -98,6 +98,10 @@ def test_generation_from_an_id(hub: HubServer, small_model: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     from_folder = command(tmp_path, "generate", str(small_model), *arguments)
     assert done.stdout == from_folder.stdout
+    # As written: a path's own beginning is not taken off, so that it does not become an id.
+    missing = command(tmp_path, "simulate", "--generate", "./acme/tiny", "--cluster", "h100x1")
+    assert missing.returncode == 2
+    assert "./acme/tiny" in missing.stderr
     typo = command(tmp_path, "generate", "./acme/tiny", *arguments)
     assert typo.returncode == 2
     assert "acme/tiny: no such folder" in typo.stderr
