@@ -195,7 +195,7 @@ class TestMistakes:
             ("train.steps=2.5", "train.steps: must be a whole number (got 2.5)"),
             ("train=3", "train: must be a section with keys (got 3)"),
             ("train=", "train: must be a section with keys (got null, an empty section; give it keys or remove it)"),
-            ("data.train=3", "data.train: must be text or a list (got 3)"),
+            ("data.train=3", "data.train: must be text (got 3; put it in quotes)"),
             ("data.train=[a, 3]", "data.train.1: must be text (got 3; put it in quotes)"),
             ("strategy.axes={tensor: 2, tensor_x: 2}", "strategy.axes: tensor and tensor_x are the same axis; write "
              "one of them"),

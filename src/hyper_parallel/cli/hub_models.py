@@ -16,7 +16,9 @@ from hyper_parallel.hub.hub_id import HubId, fetched_folder, parse, parse_explic
 
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig
+    from hyper_parallel.config.data import DataConfig
     from hyper_parallel.config.generation_run import GenerationRun
+    from hyper_parallel.config.hub_data import HubData
     from hyper_parallel.config.rl_run import RLConfig
     from hyper_parallel.hub.download import Wanted
 
@@ -42,7 +44,10 @@ def fetched(run: RunConfig, wanted: Wanted) -> RunConfig:
     recorded = _recorded(Path(run.out).expanduser()) if wanted is Wanted.MODEL else {}
     run = _replaced(run, ("model", "path"), wanted, recorded)
     if wanted is not Wanted.CONFIG:
+        from hyper_parallel.data.hub_data import prepared
+
         run = _replaced(run, ("data", "tokenizer", "path"), Wanted.ASSETS, recorded)
+        run = run.model_copy(update={"data": prepared(_data_as_begun(run.data, recorded), say)})
     return run
 
 
@@ -87,6 +92,46 @@ def _replaced(run: Run, where: tuple[str, ...], wanted: Wanted, recorded: dict[s
     bare = parse_explicit(given, key) is None
     changed: Run = _with(run, where, str(pinned(found, wanted, key, bare=bare, tell=say)))
     return changed
+
+
+def _data_as_begun(data: DataConfig, recorded: dict[str, Any]) -> DataConfig:
+    """The section with the commits that the run began with, of the data sets that it names."""
+    changed: dict[str, Any] = {}
+    for key in ("train", "eval"):
+        declared, before = getattr(data, key), (recorded.get("data") or {}).get(key)
+        if declared is None:
+            continue
+        earlier = _listed(before)
+        entries = [_entry_as_begun(one, f"data.{key}", earlier) for one in _listed(declared)]
+        changed[key] = entries if isinstance(declared, list) else entries[0]
+    return data.model_copy(update=changed)
+
+
+def _listed(declared: Any) -> list[Any]:
+    return declared if isinstance(declared, list) else [declared]
+
+
+def _entry_as_begun(entry: str | HubData, key: str, earlier: list[Any]) -> str | HubData:
+    from hyper_parallel.config.hub_data import HubData, as_hub
+    from hyper_parallel.hub.download import current_commit
+
+    asked = as_hub(entry, key)
+    if asked is None or asked.hub_id.commit is not None:
+        return entry
+    for one in earlier:
+        if not isinstance(one, dict) or one.get("name") != asked.name:
+            continue
+        begun, split = parse_explicit(str(one.get("path")), key), one.get("split")
+        if begun is None or begun.name != asked.hub_id.name or asked.split not in (None, split):
+            continue
+        now = current_commit(asked.hub_id, data=True)
+        if now not in (None, begun.commit):
+            say(
+                f"{key}: {asked.hub_id.shown} is now at {str(now)[:12]}; the run goes on with "
+                f"{str(begun.commit)[:12]}, with which it began (another 'out' begins with the new one)"
+            )
+        return HubData(path=str(begun), name=asked.name, split=split)
+    return entry
 
 
 def _with(section: Any, where: tuple[str, ...], value: Any) -> Any:

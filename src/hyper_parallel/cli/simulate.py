@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hyper_parallel.cli.arguments import as_json, run_file
+from hyper_parallel.cli.arguments import as_json
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Predict a step on any cluster: time, communication, memory.")
-@run_file
+@click.argument("given", metavar="FILE", type=click.Path())
+@click.argument("overrides", nargs=-1)
 @click.option(
     "--cluster",
     metavar="NAME",
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 )
 @as_json
 def simulate(
-    file: Path,
+    given: str,
     overrides: tuple[str, ...],
     cluster: str | None,
     generate: bool,
@@ -97,7 +98,7 @@ def simulate(
       2    an error in the file or the arguments, reported in one line
       130  interrupted
     """
-    begun = time.monotonic()
+    begun, file = time.monotonic(), Path(given)
 
     def progress(said: str) -> None:
         if sys.stderr.isatty():
@@ -126,7 +127,7 @@ def simulate(
         from hyper_parallel.cli.simulate_generate import simulate_generation
 
         simulate_generation(
-            str(file), overrides, cluster, ranks, as_json, progress, write=_write, html=html, trace=trace
+            given, overrides, cluster, ranks, as_json, progress, write=_write, html=html, trace=trace
         )
         return
     from hyper_parallel.cli.hub_models import fetched

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hyper_parallel.config.hub_data import DataPaths
 from hyper_parallel.hub.hub_id import local_folder
 from hyper_parallel.strategy.section import PathText, Section
 
@@ -50,9 +51,12 @@ class TokenizerConfig(Section):
 class DataConfig(Section):
     """Text, packed into sequences whose documents do not attend to each other."""
 
-    train: PathText | list[PathText]
-    """Files, folders or globs to train on; `python-stdlib` is the standard library's own source text."""
-    eval: PathText | list[PathText] | None = None
+    train: DataPaths
+    """Files, folders or globs to train on; `python-stdlib` is the standard library's own source text.
+    A data set of the Hugging Face Hub is `hub:org/name`, or a mapping with its `path`, `name` and `split`; a text
+    without `hub:` is always a path.
+    """
+    eval: DataPaths | None = None
     """Evaluation files. Default: the share `holdout` of the training documents is held out."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the training documents, chosen by their content's digest, that is held out for evaluation."""

@@ -99,8 +99,8 @@ def _where(detail: Any, data: Any, kinds: Kinds) -> tuple[Where, Where | None]:
         absent = at == len(loc) - 1 and detail["type"] in ("missing", "unknown_key")
         if absent or present(data, (*here, part)) == len(here) + 1:
             where.append(part)
-        elif part != "[key]":
-            choice = here
+        elif part != "[key]" and choice is None:
+            choice = here  # the outer one, where an element of a list may have several types too
     if detail["type"] == "union_tag_invalid":
         where.append(detail["ctx"]["discriminator"].strip("'"))
     return tuple(where), choice

@@ -179,6 +179,9 @@ def _table(source: Source, key: str) -> Any:
         raise DataError(
             f"{source.path} is a datasets folder; to read it, pip install 'hyper-parallel[datasets]'"
         ) from None
+    if source.tables:
+        parts = [datasets.Dataset.from_file(str(path)) for path in source.tables]
+        return datasets.concatenate_datasets(parts).with_format("arrow")
     try:
         loaded = datasets.load_from_disk(str(source.path))
     except Exception as error:  # the library raises its own, Arrow's and the system's exceptions alike

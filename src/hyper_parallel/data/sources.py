@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hyper_parallel.config.hub_data import HubData, as_hub
 from hyper_parallel.errors import DataError, nearest
+from hyper_parallel.hub.hub_id import reading
 
 Kind = Literal["text", "jsonl", "datasets"]
 STDLIB = "python-stdlib"
+Declared = str | HubData | list[str | HubData]
+"""What `data.train` or `data.eval` may be."""
 
 # Third-party packages and tests are not the standard library's own text; `_sysconfigdata` describes one
 # machine.
@@ -44,9 +48,15 @@ class Source:
     """Whether the user named this file itself; an empty file is then an error."""
     stdlib: bool = False
     """Whether it is a file of the standard library, whose few files that are not UTF-8 are skipped."""
+    tables: tuple[Path, ...] = ()
+    """Arrow files with the rows of a data set of the Hub, whose id and commit `path` then shows."""
+    identity: str | None = None
+    """What names the content of these: the commit, the subset and the split."""
 
     def files(self) -> list[Path]:
         """The files whose bytes make up this source, in a fixed order."""
+        if self.tables:
+            return list(self.tables)
         return [self.path] if self.path.is_file() else _walk(self.path)
 
     def size(self) -> int:
@@ -54,14 +64,15 @@ class Source:
         return sum(path.stat().st_size for path in self.files())
 
 
-def find(declared: str | Sequence[str], kind: str, key: str) -> list[Source]:
+def find(declared: Declared, kind: str, key: str) -> list[Source]:
     """The sources that `data.<key>` declares: in the order declared, and sorted within a folder or a glob.
 
     `kind` is DataConfig's `format`. Raises DataError for a missing or empty path.
     """
     sources: list[Source] = []
-    for entry in [declared] if isinstance(declared, str) else declared:
-        sources += _find(entry, kind, key)
+    for entry in declared if isinstance(declared, list) else [declared]:
+        data = as_hub(entry, f"data.{key}")
+        sources += _find(str(entry), kind, key) if data is None else [_of_hub(data, key)]
     return sources
 
 
@@ -82,11 +93,23 @@ def digests(sources: Sequence[Source]) -> Digests:
     reading, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     for source in sources:
         reading.update(json.dumps([source.kind, source.named, source.stdlib]).encode())
+        if source.identity is not None:
+            reading.update(source.identity.encode())
+            content.update(source.identity.encode())
+            continue
         for path in source.files():
             found = _file_digest(path)
             reading.update(found)
             content.update(source.kind.encode() + found)
     return Digests(reading.hexdigest(), content.hexdigest())
+
+
+def _of_hub(data: HubData, key: str) -> Source:
+    from hyper_parallel.data.hub_data import tables_of
+
+    found = tables_of(data, key)
+    identity = json.dumps([data.hub_id.shown, data.name, found.split])
+    return Source(Path(data.hub_id.shown), "datasets", named=True, tables=found.files, identity=identity)
 
 
 def _file_digest(path: Path) -> bytes:
@@ -184,4 +207,4 @@ def _missing(path: Path, entry: str, key: str) -> str:
     names = os.listdir(present) if present.is_dir() else []
     known = [*names, STDLIB] if present == path.absolute().parent else names
     where = "" if present == path.absolute().parent else f" ({present} has no {missing!r})"
-    return f"data.{key}: {entry!r} does not exist{where}{nearest(missing, known)}"
+    return f"data.{key}: {entry!r} does not exist{where}{nearest(missing, known)}{reading(entry, 'data set')}"

@@ -16,7 +16,7 @@ from hyper_parallel.data.media import NAMES
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.packing import PackedText
 from hyper_parallel.data.read_documents import documents
-from hyper_parallel.data.sources import Source, digests, find
+from hyper_parallel.data.sources import Declared, Source, digests, find
 from hyper_parallel.data.tokenizer import Tokenizer
 from hyper_parallel.data.tokenizer_choice import choose
 from hyper_parallel.errors import ConfigError, DataError
@@ -156,7 +156,7 @@ def _trained(config: DataConfig, sources: list[Source], key: str, holdout: float
     return tokenizers.trained(cache, f"{key}-{holdout!r}", texts(), size, config.tokenizer.trained_size)
 
 
-def _check(corpus: Corpus, declared: str | list[str], key: str) -> None:
+def _check(corpus: Corpus, declared: Declared, key: str) -> None:
     if not corpus.documents:
-        names = declared if isinstance(declared, str) else ", ".join(declared)
+        names = ", ".join(map(str, declared)) if isinstance(declared, list) else str(declared)
         raise DataError(f"data.{key}: there is no document with text in {names}")

@@ -75,7 +75,7 @@ def pinned(
         snapshot_folder(asked.name, asked.commit), wanted, tokenizer=True
     ):
         return asked
-    with _one_at_a_time(asked.name):
+    with one_at_a_time(asked.name):
         try:
             return asked.at(_download(asked, wanted, key, tell))
         except ConfigError:
@@ -91,12 +91,16 @@ def pinned(
             return asked.at(cached)
 
 
-def current_commit(asked: HubId, *, seconds: float = 3.0) -> str | None:
-    """The commit that a branch or tag is at now; None where the Hub does not say within some seconds."""
+def current_commit(asked: HubId, *, data: bool = False, seconds: float = 3.0) -> str | None:
+    """The commit that a branch or tag is at now; None where the Hub does not say within some seconds.
+    `data`: it is a data set.
+    """
     from huggingface_hub import HfApi
 
     try:
-        found = HfApi().model_info(asked.name, revision=asked.revision, timeout=seconds).sha
+        kind = "dataset" if data else "model"
+        info = HfApi().repo_info(asked.name, repo_type=kind, revision=asked.revision, timeout=seconds)
+        found = info.sha
     except Exception:  # as above; what is asked for is only said
         return None
     return None if found is None else str(found)
@@ -238,7 +242,7 @@ def _room(asked: HubId, needed: int, key: str) -> None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(name: str) -> Iterator[None]:
+def one_at_a_time(name: str) -> Iterator[None]:
     """Of the processes that use this cache, one is inside. In a cache that cannot be written to, all are."""
     from huggingface_hub import constants
     from huggingface_hub.utils import WeakFileLock

@@ -86,9 +86,9 @@ def parse_explicit(text: str, key: str) -> HubId | None:
     return found
 
 
-def reading(text: str) -> str:
+def reading(text: str, what: str = "model") -> str:
     """For the message that a path does not exist: how to mean the Hub, where the text has the form of an id."""
-    return f"; a model of the Hub is written {PREFIX}{text} here" if _form(text) is not None else ""
+    return f"; a {what} of the Hub is written {PREFIX}{text} here" if _form(text) is not None else ""
 
 
 def _form(text: str) -> HubId | None:

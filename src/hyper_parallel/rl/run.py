@@ -28,6 +28,7 @@ from hyper_parallel.rl.controller.weight_sync import WeightSync
 from hyper_parallel.rl.controller.workers import RoleGroup, do, engine_of
 from hyper_parallel.rl.queue import StalenessQueue
 from hyper_parallel.rl.role_split.resolve import Stopped, choose_split, resolved
+from hyper_parallel.rl.role_split.saved_split import write_run
 from hyper_parallel.rl.sample import Sample
 
 REFERENCE = "reference"
@@ -82,6 +83,8 @@ def run(
             except Stopped:
                 return _stopped_before(config)
             config = resolved(config, choice)
+        else:
+            write_run(config, folder)
         with (
             (engine or functools.partial(engine_of, config))() as workers,
             contextlib.closing(Recorder(config, told)) as recorder,

@@ -6,6 +6,7 @@ A run that goes on takes the split that was made and measures nothing. Who delet
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,16 +29,21 @@ def write(
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     settled = config.model_copy(update={"roles": roles_of(config, choice.layout)})
-    data = settled.model_dump(mode="json")
+    write_run(settled, folder, (choice.line, f"The times are in {SPLIT}."))
+    publish(
+        out / SPLIT, (json.dumps(_described(config, choice, candidates, measured), indent=1) + "\n").encode()
+    )
+
+
+def write_run(config: RLConfig, folder: Path | None, notes: Sequence[str] = ()) -> None:
+    """Keep what a run does in its folder: a run file itself, with the commits of models of the Hub. Raises OSError."""
+    data = config.model_dump(mode="json")
     for key in ("reward", "environment"):
         # A file of the user's is looked for beside the run file.
         if data["task"][key] is not None and ".py:" in data["task"][key]:
             data["task"][key] = str((folder or Path()).absolute() / data["task"][key])
-    text = "".join(f"# {line}\n" for line in (choice.line, f"The times are in {SPLIT}."))
-    publish(out / RUN, (text + yaml12.write(data)).encode())
-    publish(
-        out / SPLIT, (json.dumps(_described(config, choice, candidates, measured), indent=1) + "\n").encode()
-    )
+    text = "".join(f"# {line}\n" for line in notes)
+    publish(Path(config.out) / RUN, (text + yaml12.write(data)).encode())
 
 
 def read(config: RLConfig) -> Choice | None:
