@@ -190,7 +190,8 @@ class TestMistakes:
             ),
             ("train.optimizer.name=muo", "train.optimizer.name: must be one of 'adamw', 'adamw_8bit', 'lion', "
              "'adafactor', 'muon' (got 'muo'; did you mean 'muon'?)"),
-            ("train.optimizer.fused=true", "train.optimizer.adamw.fused: unknown key; PyTorch's fused kernel is always used; leave it out"),
+            ("train.optimizer.fused=true", "train.optimizer.fused: unknown key; PyTorch's fused kernel is always used; "
+             "leave it out"),
             *((f"{key}={{rank: 8}}", f"{key}: unknown key; adapters (LoRA) are a key of the model: write "
                "model.adapter: {rank: 8}") for key in ("lora", "peft", "model.lora", "model.peft", "train.lora")),
             ("model.adapter={r: 8, rank: 8}", "model.adapter.r: unknown key; write rank"),

@@ -21,26 +21,21 @@ def with_steps(config: RunConfig, text: TrainingData) -> RunConfig:
     Raises ConfigError where the warm-up is longer than that.
     """
     train = config.train
-    if train.epochs is None:
+    epochs = train.epochs
+    if epochs is None:
         return config
     # What a product of decimals rounds up by is no step.
-    steps = max(1, math.ceil(train.epochs * text.order.length / train.batch - 1e-9))
+    steps = max(1, math.ceil(epochs * text.order.length / train.batch - 1e-9))
     train = train.model_copy(update={"steps": steps})
     try:
         train.check_warmup()
     except ValueError as error:
-        raise ConfigError(
-            f"train: {epochs_told(train.epochs, text.order.length, steps)}, and {error}"
-        ) from None
+        raise ConfigError(f"train: {epochs_told(epochs, text.order.length, steps)}, and {error}") from None
     return config.model_copy(update={"train": train})
 
 
 def epochs_told(epochs: float, sequences: int, steps: int) -> str:
     """``3 epochs of 412 sequences: 155 steps``."""
-    counts = (
-        (f"{epochs:g}", epochs, "epoch"),
-        (f"{sequences:,}", sequences, "sequence"),
-        (f"{steps:,}", steps, "step"),
-    )
-    passes, rows, updates = (f"{shown} {word}{'' if count == 1 else 's'}" for shown, count, word in counts)
+    counts = (epochs, "epoch"), (sequences, "sequence"), (steps, "step")
+    passes, rows, updates = (f"{count:,.10g} {word}{'' if count == 1 else 's'}" for count, word in counts)
     return f"{passes} of {rows}: {updates}"

@@ -116,8 +116,9 @@ class _Run:
         parts, steps, start = self._parts, self._config.train.steps, state.step
         loop = StepLoop(parts, state, self._vote)
         if start >= steps:
+            key = "steps" if self._config.train.epochs is None else "epochs"
             parts.reporter.note(
-                f"nothing left to train: step {start} of {steps} is done; raise train.{'steps' if self._config.train.epochs is None else 'epochs'} to go on"
+                f"nothing left to train: step {start} of {steps} is done; raise train.{key} to go on"
             )
         if state.eval_before is None and start == 0:
             with stop.interruptible():
