@@ -16,6 +16,7 @@ import generate_kv_int8
 import memory
 import offload_choices_pages
 import offload_pages
+import plan_practice
 import plan_search
 import tiers
 from measure import RESULTS
@@ -35,6 +36,7 @@ class Written:
 
 PARTS = (
     Written("families.md", "attack_models.py", "attack_models.json", attack_models.page),
+    Written("plan-practice.md", "plan_practice.py", "plan_practice.json", plan_practice.lines),
     Written("plan-search.md", "plan_search.py", "plan_search.json", plan_search.lines),
     Written("tiers.md", "tiers.py", "tiers.json", tiers.page),
     Written("inference-int8.md", "generate_kv_int8.py", "generate_kv_int8.json", generate_kv_int8.page),

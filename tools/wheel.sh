@@ -26,4 +26,6 @@ command=$place/venv/bin/hyper-parallel
 "$command" schema | "$place/venv/bin/python" -m json.tool >/dev/null
 "$command" plan --model llama-3-8b --cluster h100x8 --batch 64 --sequence 4096 --top 1 >/dev/null
 [ -z "$(ls -A)" ] || { echo "a command left files in the folder that it ran in: $(ls -A)"; exit 1; }
-echo "$("$command" --version) runs from an empty folder: --help, schema and plan"
+"$command" examples >/dev/null
+"$command" inspect examples/quickstart.yaml >/dev/null
+echo "$("$command" --version) runs from an empty folder: --help, schema, plan, examples and inspect"

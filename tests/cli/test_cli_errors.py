@@ -91,7 +91,8 @@ def test_a_defect_keeps_its_traceback(failing: Callable) -> None:
 )
 def test_a_wrong_command_line_is_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert end(*arguments) == 2
-    assert "Error: " in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("hyper-parallel: error: ")
 
 
 @pytest.mark.parametrize(

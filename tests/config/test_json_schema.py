@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from harness.examples import run_files
 from hyper_parallel import config
 from hyper_parallel.cli.schema import schema as command
 from hyper_parallel.config import RunConfig, yaml12
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 RL_EXAMPLES = sorted(
     file for file in (ROOT / "examples" / "rl").glob("*.yaml") if not file.name.startswith("simulate-")
 )
-EXAMPLES = sorted(file for file in (ROOT / "examples").rglob("*.yaml") if file.parent.name != "rl")
+EXAMPLES = run_files()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.M | re.S)
 

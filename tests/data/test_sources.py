@@ -76,7 +76,12 @@ def test_the_format_goes_by_name_and_content(tmp_path: Path) -> None:
     line = '{"text": "t"}\n'
     assert texts(write(tmp_path / "a.ndjson", line)) == ["t"]
     assert texts(write(tmp_path / "a.json", line + line)) == ["t", "t"]
-    assert texts(write(tmp_path / "b.json", '{\n"text": "t"}')) == ['{\n"text": "t"}']
+    indented = '{\n"text": "t"}'
+    assert texts(write(tmp_path / "b.json", indented), "text") == [indented]
+    assert texts(write(tmp_path / "folder" / "b.json", indented).parent) == [indented]
+    for name in ("b.json", "b.csv", "b.parquet"):
+        with pytest.raises(DataError, match="records are not read; write each as a line of JSON"):
+            texts(write(tmp_path / name, indented))
     assert texts(write(tmp_path / "a.txt", line)) == [line]
     assert texts(tmp_path / "a.txt", "jsonl") == ["t"]
     assert texts(tmp_path / "a.ndjson", "text") == [line]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from harness.traces import Ops, one_f_one_b, toy, trace
 from hyper_parallel.report import table
-from hyper_parallel.report.sheets import ROWS, facts, sheets
+from hyper_parallel.report.sheets import ROWS, Sheet, facts, sheets
+from hyper_parallel.report.table import fitting, render, wrapped
 from hyper_parallel.simulator import simulate
 from hyper_parallel.trace import Bytes, Timeline
 
@@ -74,3 +77,38 @@ def test_names_with_brackets_are_shown_as_they_are() -> None:
     ops = Ops()
     ops.kernel("k", 1, module="[bold]block[/bold]")
     assert "[bold]block[/bold]" in table(simulate(trace(ops), toy()))
+
+
+WIDE = Sheet(
+    "strategies",
+    ("", "axes", "settings", "step (90%)", "MFU", "bubble"),
+    (
+        ("1", "replicate 2 · shard 2 · tensor_x 2", "micro 1, ZeRO-3, keep all", "4.15 s (3.62–5.60)", "41.0%", "0.4%"),
+        ("2", "shard 64", "micro 1", "4.25 s (3.62–5.60)", "40.0%", "0.0%"),
+    ),
+    left=3,
+    drop=("bubble", "MFU"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 70, 80, 100, 160])
+def test_a_table_keeps_to_the_width_and_says_what_it_leaves_out(width: int) -> None:
+    text = render("", [], [WIDE], "estimated", width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    shown, left_out = fitting(WIDE, width)
+    assert ("left out at this width" in text) == bool(left_out)
+    assert left_out == [name for name in WIDE.drop if name not in shown.columns]
+    assert all(name in text for name in shown.columns)
+    assert "4.15 s (3.62–5.60)" in text or width < 70, "a number is never folded where there is room"
+
+
+def test_the_least_important_columns_go_first() -> None:
+    found = [fitting(WIDE, width)[1] for width in range(160, 40, -1)]
+    assert [] in found and ["bubble"] in found and ["bubble", "MFU"] in found
+    assert found == sorted(found, key=len)
+
+
+def test_a_sentence_is_wrapped_at_spaces() -> None:
+    lines = wrapped("estimated " * 30, 50).splitlines()
+    assert len(lines) > 5 and all(len(line) <= 50 for line in lines)
+    assert lines[1].startswith("  estimated")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.examples import run_files
 from hyper_parallel.config import yaml12
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.config.model import ModelConfig
@@ -17,10 +18,11 @@ from hyper_parallel.verify.shrink import shrunken
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = {
     str(file.relative_to(FOLDER)): content
-    for file in sorted(FOLDER.rglob("*.yaml"))
+    for file in run_files()
     if "axes" in (content := yaml12.parse(file.read_text(), file.name)).get("strategy", {})
-    # Rows with images are compared in tests/train/test_multimodal.py.
+    # Rows with images are compared in tests/train/test_multimodal.py, a model's folder in tests/examples.
     and content["train"].get("engine") != "eager"
+    and "config" in content["model"]
 }
 
 

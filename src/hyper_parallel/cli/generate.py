@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Generate text with a trained model.")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--prompt", help="Answer this prompt, and print the answer.")
 @click.option(
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     "--config", "file", type=click.Path(path_type=Path), help="Read the settings from this YAML file."
 )
 def generate(
-    model: Path,
+    model: str,
     overrides: tuple[str, ...],
     prompt: str | None,
     source: Path | None,
     out: Path | None,
     file: Path | None,
 ) -> None:
-    """Generate text with MODEL: a Transformers folder, a run's folder or a checkpoint.
+    """Generate text with MODEL: a Transformers folder, a run's folder or a checkpoint; or an id of the Hugging Face
+    Hub, org/name or org/name@revision, which is downloaded once.
 
     Requests are batched continuously over a paged KV cache. A request's tokens do not depend on what else runs. With
     --input, each line is {"prompt": "..."} or {"messages": [...]}, and an interrupted batch goes on when the command is
@@ -52,6 +53,7 @@ def generate(
     \b
     Examples:
       hyper-parallel generate runs/quickstart --prompt "def add(a, b):" inference.max_tokens=40
+      hyper-parallel generate Qwen/Qwen3-0.6B --prompt "The capital of France is"
       hyper-parallel generate exported/quickstart --input prompts.jsonl --out answers.jsonl
       hyper-parallel generate runs/quickstart --prompt "class" inference.temperature=0.8 inference.n=4
       hyper-parallel generate runs/quickstart --prompt "class" strategy.axes.tensor=2
@@ -70,21 +72,25 @@ def generate(
         raise click.UsageError("--input needs --out, the file for the answers")
     if out is not None and source is None:
         raise click.UsageError("--out belongs to --input; the answer to --prompt is printed")
+    from hyper_parallel.cli.hub_models import fetched_model
     from hyper_parallel.config.generate import check_folder, load_generate
+    from hyper_parallel.hub.download import Wanted
 
     settings = load_generate(overrides, file)
-    check_folder(settings, model)
+    folder = Path(model)
+    check_folder(settings, folder)
     with interruptible():
+        folder = fetched_model(model, Wanted.MODEL, "MODEL") or folder
         if _on_workers(settings):
-            code = _run_workers(settings, model, prompt, source, out)
+            code = _run_workers(settings, folder, prompt, source, out)
             if code:
                 sys.exit(code)
         elif prompt is not None:
-            _answer(model, prompt, settings)
+            _answer(folder, prompt, settings)
         elif source is not None and out is not None:
             from hyper_parallel.inference.batch import run_batch
 
-            run_batch(model, source, out, settings.inference, settings.strategy.memory)
+            run_batch(folder, source, out, settings.inference, settings.strategy.memory)
 
 
 def _on_workers(settings: GenerateConfig) -> bool:
@@ -113,12 +119,16 @@ def _run_workers(
 
 def _check(model: Path, prompt: str | None, source: Path | None) -> None:
     """Refuse what can be seen before a worker is started."""
+    from hyper_parallel.hub.hub_id import reading
+
     if prompt is not None:
         _check_prompt(prompt)
     for path, is_there in ((model, model.is_dir()), (source, source is None or source.exists())):
         if path is not None and not is_there:
             what = (
-                "folder; give a Transformers folder, a run's or a checkpoint's" if path is model else "file"
+                f"folder; give a Transformers folder, a run's or a checkpoint's{reading(str(path))}"
+                if path is model
+                else "file"
             )
             raise DataError(f"{path}: no such {what}")
 

@@ -36,8 +36,10 @@ def inspect(file: Path, overrides: tuple[str, ...], rank: int, as_json: bool) ->
       interrupted
     """
     from hyper_parallel import config
+    from hyper_parallel.cli.hub_models import fetched
+    from hyper_parallel.hub.download import Wanted
 
-    run = config.load(file, overrides)
+    run = fetched(config.load(file, overrides), Wanted.CONFIG)
     # Only now, because these need torch.
     from hyper_parallel.estimate import inspect_run
 

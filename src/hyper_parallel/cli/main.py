@@ -14,6 +14,7 @@ from hyper_parallel._version import __version__
 from hyper_parallel.cli.calibrate import calibrate
 from hyper_parallel.cli.convert import convert
 from hyper_parallel.cli.doctor import doctor
+from hyper_parallel.cli.examples import examples
 from hyper_parallel.cli.export import export
 from hyper_parallel.cli.generate import generate
 from hyper_parallel.cli.inspect import inspect
@@ -22,6 +23,7 @@ from hyper_parallel.cli.rl import rl
 from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
+from hyper_parallel.cli.usage_errors import one_line
 from hyper_parallel.cli.verify import verify
 from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, WorkersFailedError
 from hyper_parallel.untrusted import printable
@@ -52,6 +54,7 @@ def command() -> None:
 
     \b
     Start here:
+      hyper-parallel examples
       hyper-parallel train examples/quickstart.yaml
       hyper-parallel verify examples/quickstart.yaml
       hyper-parallel train examples/quickstart.yaml train.steps=20 strategy.axes.tensor=1
@@ -71,6 +74,7 @@ for _subcommand in (
     plan,
     export,
     convert,
+    examples,
     schema,
     calibrate,
     doctor,
@@ -91,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.main(args=arguments, prog_name="hyper-parallel", standalone_mode=False)
     except click.ClickException as error:
         if _speaks():
-            error.show()
+            given = sys.argv[1:] if arguments is None else arguments
+            click.echo(f"{PREFIX}{printable(one_line(error, given))}", err=True)
         sys.exit(error.exit_code)
     except WorkersFailedError as error:
         sys.exit(error.code)

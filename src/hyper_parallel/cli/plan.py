@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hyper_parallel.workload.adapters import Adapter
     from hyper_parallel.workload.shape import Shape
 
+SHORT = 80
+"""Columns of the lines that an answer begins with, also where the terminal is wider."""
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -108,6 +110,11 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option(
     "--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many strategies to show."
+)
+@click.option(
+    "--details",
+    is_flag=True,
+    help="Show also the other strategies, where the step and the memory go, and what one change costs.",
 )
 @click.option("--out", type=_FILE, help="Write the best strategy as a run file for train.")
 @click.option("--html", type=_FILE, help="Write a page that works offline.")
@@ -290,19 +297,24 @@ def _adapter(options: dict[str, Any]) -> Adapter | None:
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
     """The shape of a published model or a Transformers config; for a config also the run file's `model` section."""
     from hyper_parallel import untrusted
+    from hyper_parallel.cli.hub_models import fetched_model
     from hyper_parallel.config.model import LARGEST, implausible
+    from hyper_parallel.hub.download import Wanted
+    from hyper_parallel.hub.hub_id import reading
     from hyper_parallel.workload.published import shape
     from hyper_parallel.workload.shape import Shape
 
     path = Path(given).expanduser()
-    if not path.exists() and path.suffix != ".json" and "/" not in given:
+    fetched = fetched_model(given, Wanted.CONFIG, "--model")
+    if fetched is None and not path.exists() and path.suffix != ".json" and "/" not in given:
         return shape(given), None
+    path = fetched or path
     file = path / "config.json" if path.is_dir() else path
     try:
         fields = untrusted.read_json(file, LARGEST)
     except FileNotFoundError:
         raise ConfigError(
-            f"--model {given}: {file} does not exist; give a Transformers config or its folder"
+            f"--model {given}: {file} does not exist; give a Transformers config or its folder{reading(given)}"
         ) from None
     except OSError as error:
         raise ConfigError(f"--model {given}: {file} cannot be read: {error.strerror}") from None
@@ -320,14 +332,21 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
             "encoders are planned too",
             err=True,
         )
-    return Shape.of_config(fields, path.resolve().stem if path.is_file() else path.resolve().name), {
-        "config": fields
-    }
+    whole = path.resolve()
+    name = (
+        given.partition("@")[0].rpartition("/")[2]
+        if fetched
+        else whole.stem
+        if path.is_file()
+        else whole.name
+    )
+    return Shape.of_config(fields, name), {"config": fields}
 
 
 def _one(question: Question, section: dict[str, Any] | None, options: dict[str, Any], as_json: bool) -> None:
     """The best strategies for one number of devices and one length."""
     from hyper_parallel.planner.answer import text, to_json
+    from hyper_parallel.planner.short_answer import short
     from hyper_parallel.planner.solve import solve
 
     given: dict[str, Any] = {"compare": options["compare"], "tokens": _tokens(options), "model": section}
@@ -338,7 +357,12 @@ def _one(question: Question, section: dict[str, Any] | None, options: dict[str, 
         told = solved(question, options["refine"], _progress(), **given)
     else:
         told = solve(question, **given)
-    click.echo(json.dumps(to_json(told), indent=2) if as_json else text(told, _width()))
+    if as_json:
+        click.echo(json.dumps(to_json(told), indent=2))
+    else:
+        click.echo(short(told, min(_width(), SHORT)), nl=False)
+        if options["details"]:
+            click.echo("\n" + text(told, _width()))
     if options["out"] is not None:
         file = told.files[told.chosen]
         _write("--out", options["out"], file.text)
@@ -376,7 +400,10 @@ def _series(
     else:
         points = sweep.curve((question.at(length) for length in lengths), constants, say)
         told = sweep_tables.lengths(points)
-    click.echo(json.dumps(told.to_json(), indent=2) if as_json else told.text(_width()))
+    if as_json:
+        click.echo(json.dumps(told.to_json(), indent=2))
+    else:
+        click.echo(told.text(_width()) if options["details"] else told.short(min(_width(), SHORT)).rstrip())
 
 
 def _evaluate(path: Path, as_json: bool) -> None:
@@ -406,10 +433,10 @@ def _progress() -> Callable[[str], None]:
 
 
 def _width() -> int:
-    """Width of the terminal in columns, clamped to a readable range for tables."""
-    import shutil
+    """Columns of the terminal."""
+    from hyper_parallel.report.table import terminal_width
 
-    return min(200, max(100, shutil.get_terminal_size((140, 24)).columns))
+    return terminal_width()
 
 
 def _write(option: str, path: Path, text: str) -> None:

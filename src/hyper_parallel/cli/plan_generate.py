@@ -49,7 +49,7 @@ def plan_generation(
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.config.generation_plan import load_plan
     from hyper_parallel.planner import numbers
-    from hyper_parallel.planner.generate.answer import file_text, text, to_json
+    from hyper_parallel.planner.generate.answer import file_text, short, text, to_json
     from hyper_parallel.planner.generate.search import GenerationQuestion, most_requests, solve
 
     for option in _OF_TRAINING:
@@ -89,11 +89,12 @@ def plan_generation(
         slow=options["slow_ok"],
     )
     answer = most_requests(question, say) if options["most"] else solve(question, say)
-    click.echo(
-        json.dumps(to_json(answer, options["top"]), indent=2)
-        if as_json
-        else text(answer, options["top"], width)
-    )
+    if as_json:
+        click.echo(json.dumps(to_json(answer, options["top"]), indent=2))
+    else:
+        click.echo(short(answer, min(width, 80)), nl=False)
+        if options["details"]:
+            click.echo("\n" + text(answer, options["top"], width))
     if options["out"] is not None:
         write("--out", options["out"], file_text(answer.best, section or model))
         click.echo(

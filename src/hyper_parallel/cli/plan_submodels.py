@@ -47,7 +47,10 @@ def plan_run(file: str, overrides: Sequence[str], output: Output) -> None:
         (*_OF_TEXT, "batch", "images", "recordings"),
         "does not go with a run file; leave it out, or set keys of the file (train.batch=64)",
     )
-    _answered(config.load(file, overrides), Path(file).stem, output)
+    from hyper_parallel.cli.hub_models import fetched
+    from hyper_parallel.hub.download import Wanted
+
+    _answered(fetched(config.load(file, overrides), Wanted.ASSETS), Path(file).stem, output)
 
 
 def plan_stated(model: str, output: Output) -> None:
@@ -65,9 +68,13 @@ def plan_stated(model: str, output: Output) -> None:
         size=options["image_size"],
         seconds=options["seconds"],
     )
+    from hyper_parallel.cli.hub_models import fetched_model
+    from hyper_parallel.hub.download import Wanted
+
+    path = fetched_model(model, Wanted.ASSETS, "--model") or Path(model).expanduser()
     with tempfile.TemporaryDirectory() as folder:
         output.say("drawing rows")
-        run = stated_run(Path(model).expanduser(), stated, Path(folder))
+        run = stated_run(path, stated, Path(folder))
         named = run.model_copy(update={"data": run.data.model_copy(update={"train": "rows.jsonl"})})
         _answered(run, f"{Path(model).name} with {stated}", output, named)
 
@@ -83,10 +90,12 @@ def _answered(run: RunConfig, name: str, output: Output, written: RunConfig | No
     """Find the allocations, print them, and write `written`, or the run, with the better one."""
     options = output.options
     answer = _answer(run, name, output)
-    click.echo(
-        json.dumps(answer.to_json(), indent=2) if output.as_json else answer.text(output.width),
-        nl=output.as_json,
-    )
+    if output.as_json:
+        click.echo(json.dumps(answer.to_json(), indent=2))
+    else:
+        click.echo(answer.short(min(output.width, 80)), nl=False)
+        if options["details"]:
+            click.echo("\n" + answer.text(output.width), nl=False)
     if options["out"] is not None:
         from hyper_parallel.planner.submodels.run_file import allocated_run_file
 

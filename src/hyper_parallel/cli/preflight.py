@@ -57,7 +57,7 @@ def _model(config: RunConfig) -> None:
     model = config.model
     fields, named = _fields(config), "model.config"
     if model.path is not None:
-        named = str(Path(model.path).expanduser() / "config.json")
+        named = str(Path(str(model.folder)).expanduser() / "config.json")
     positions = next((fields[key] for key in _POSITIONS if isinstance(fields.get(key), int)), None)
     if positions is not None and config.data.sequence > positions:
         raise ConfigError(
@@ -68,7 +68,7 @@ def _model(config: RunConfig) -> None:
 
 def _fields(config: RunConfig) -> dict[str, Any]:
     """Those of the model's Transformers config that are written."""
-    return read_config(config.model.path) if config.model.path is not None else config.model.config or {}
+    return read_config(config.model.folder) if config.model.folder is not None else config.model.config or {}
 
 
 def _layers(config: RunConfig) -> None:
@@ -84,8 +84,8 @@ def _layers(config: RunConfig) -> None:
 
 def _tokenizer(config: RunConfig) -> None:
     named = config.data.tokenizer
-    own = config.model.path if named.path is None and not named.replace else None
-    for key, path in (("data.tokenizer.path", named.path), ("model.path", own)):
+    own = config.model.folder if named.path is None and not named.replace else None
+    for key, path in (("data.tokenizer.path", named.folder), ("model.path", own)):
         if path is not None and not (Path(path).expanduser() / "tokenizer.json").is_file():
             raise ConfigError(absent(Path(path).expanduser(), key))
     template = named.chat_template

@@ -63,6 +63,7 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
         stopping = True
         click.echo("stopping: the step under way ends and is saved; once more ends at once", err=True)
 
+    from hyper_parallel.cli.hub_models import fetched_rl
     from hyper_parallel.config.rl_run import load_rl
     from hyper_parallel.errors import ConfigError
 
@@ -71,6 +72,7 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
         raise ConfigError(
             f"{file}: --plan chooses the devices of roles, and they are written; add roles=auto to have them chosen"
         )
+    config = fetched_rl(config)
     handlers = {
         number: signal.signal(number, ask)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

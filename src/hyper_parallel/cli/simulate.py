@@ -129,6 +129,10 @@ def simulate(
             str(file), overrides, cluster, ranks, as_json, progress, write=_write, html=html, trace=trace
         )
         return
+    from hyper_parallel.cli.hub_models import fetched
+    from hyper_parallel.hub.download import Wanted
+
+    run = fetched(run, Wanted.CONFIG)
     # Only now, because these need torch.
     from hyper_parallel.estimate import cluster_of, predict_run
 

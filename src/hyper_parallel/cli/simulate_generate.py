@@ -24,10 +24,11 @@ def simulate_generation(
     trace: Path | None,
 ) -> None:
     """Print the prediction of a run of generation, and write its pages."""
+    from hyper_parallel.cli.hub_models import with_config
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.config.generation_run import load_generation
 
-    run = load_generation(given, overrides)
+    run = with_config(load_generation(given, overrides))
     cluster = Cluster.named(name)
     world = run.strategy.axes.world
     if ranks is not None and ranks != world:

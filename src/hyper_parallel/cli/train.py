@@ -51,13 +51,16 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
     with interruptible():
         # Inside the context, since these imports take most of the time before the run starts.
         from hyper_parallel import config, launch
+        from hyper_parallel.cli.hub_models import fetched
         from hyper_parallel.cli.preflight import check
+        from hyper_parallel.hub.download import Wanted
 
         if resume_from is not None:
             overrides = (*overrides, f"checkpoint.resume_from={resume_from}")
         run = config.load(file, overrides)
         if profile and run.train.profile is None:
             run = config.load(file, [*overrides, "train.profile={}"])
+        run = fetched(run, Wanted.MODEL)
         check(run)
         entry = "planner.auto" if run.open else "train"
         code = launch.run(run, f"hyper_parallel.{entry}.entry:main")

@@ -69,9 +69,11 @@ def verify(
     if families or out:
         raise click.UsageError("--families and --out belong to --matrix")
     from hyper_parallel import config
+    from hyper_parallel.cli.hub_models import fetched
     from hyper_parallel.cli.preflight import check
+    from hyper_parallel.hub.download import Wanted
 
-    run = config.load(file, overrides)
+    run = fetched(config.load(file, overrides), Wanted.MODEL)
     check(run, writes=driver == "gloo")
     # Only now, because these need torch.
     from hyper_parallel.verify import verify_file

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hyper_parallel.hub.hub_id import local_folder
 from hyper_parallel.strategy.section import PathText, Section
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -21,7 +22,8 @@ class TokenizerConfig(Section):
     """
 
     path: PathText | None = None
-    """A folder with `tokenizer.json` (and `tokenizer_config.json`), and for images or recordings a processor."""
+    """A folder with `tokenizer.json` (and `tokenizer_config.json`), and for images or recordings a processor; or
+    an id of the Hub, as in `model.path`."""
     vocab_size: PositiveInt | None = None
     """Size of the byte-level BPE vocabulary that is trained when no path is given; default: 8192."""
     chat_template: PathText | None = None
@@ -33,6 +35,11 @@ class TokenizerConfig(Section):
     """With `model.path`: use the tokenizer named here although the loaded weights were trained with another
     one. The embedding's rows then stand for other tokens and must be learned anew.
     """
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of `path`, as ModelConfig's."""
+        return local_folder(self.path)
 
     @property
     def trained_size(self) -> int:

@@ -11,6 +11,7 @@ from hyper_parallel.config.generation_workload import GenerationWorkload
 from hyper_parallel.config.inference import PredictedInference
 from hyper_parallel.config.load import build, load_file
 from hyper_parallel.config.predicted_model import PredictedModel, published
+from hyper_parallel.hub.hub_id import parse
 from hyper_parallel.strategy.section import Section
 
 
@@ -30,12 +31,14 @@ class GenerationRun(Section):
 
 
 def load_generation(given: str, overrides: Sequence[str] = ()) -> GenerationRun:
-    """The run that a YAML file describes, or that of a published model or a Transformers folder, with dotted overrides.
+    """The run that a YAML file describes, or that of a published model, a Transformers folder or an id of the Hub, with
+    dotted overrides.
 
     Raises ConfigError as `load` does.
     """
     path = Path(given).expanduser()
     if path.suffix in (".yaml", ".yml"):
         return load_file(GenerationRun, path, overrides)
-    model: Any = {"path": str(path)} if path.is_dir() else published(given)
+    known = path.is_dir() or parse(given, "model") is not None
+    model: Any = {"path": given} if known else published(given)
     return build(GenerationRun, [(given, {"version": 1, "model": model})], overrides)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from hyper_parallel.config import schema, yaml12
+from hyper_parallel.config.file_kinds import folder_hint, refuse_other_kind
 from hyper_parallel.config.merge import Kinds, merge, nest, present, without
 from hyper_parallel.config.open_axes import one_tensor, spelled_out
 from hyper_parallel.config.run import RunConfig
@@ -83,8 +84,8 @@ def build(model: type[Model], files: list[Layer], overrides: Sequence[str]) -> M
             _check_version(name, content["version"])
         data = merge(data, spelled_out(content), kinds)
     over: Any = {}
-    for text in overrides:
-        path, value = _override(model, text)
+    for at, text in enumerate(overrides):
+        path, value = _override(model, text, overrides[at + 1 : at + 2])
         if isinstance(value, Mapping):
             # {replicate: 2} means that and nothing else; a single key of a section has its own path.
             data, over = without(data, path), without(over, path)
@@ -130,7 +131,8 @@ def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int)
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is this a YAML file?") from None
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read: {reason}{_named_by(within)}") from None
+        mend = folder_hint(path) if not within and path.is_dir() else ""
+        raise ConfigError(f"{path}: cannot be read: {reason}{mend}{_named_by(within)}") from None
     if here in within:
         chain = " -> ".join(f.name for f in (*within[within.index(here) :], here))
         raise ConfigError(f"{path}: 'extends' forms a cycle: {chain}; remove one of them")
@@ -157,6 +159,8 @@ def _files(model: type[Model], path: Path, within: tuple[Path, ...], limit: int)
         )
     if within and content and not content.keys() & {"extends", *model.model_fields}:
         raise ConfigError(f"{path}: is no run file, it has none of its keys{_named_by(within)}")
+    if not within:
+        refuse_other_kind(path, content, frozenset({"extends", *model.model_fields}))
     base = content.pop("extends", None)
     if base is None:
         return [(str(path), content)]
@@ -171,15 +175,26 @@ def _named_by(within: tuple[Path, ...]) -> str:
     return f" ('extends' in {within[-1].name} names it)" if within else ""
 
 
-def _override(model: type[BaseModel], text: str) -> tuple[tuple[str, ...], Any]:
-    """The path and the value of ``train.steps=100``; the value is YAML."""
+def _override(model: type[BaseModel], text: str, after: Sequence[str] = ()) -> tuple[tuple[str, ...], Any]:
+    """The path and the value of ``train.steps=100``; the value is YAML. `after`: the next override, for messages."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
-        raise ConfigError(f"override {text}: write key=value, for example train.steps=100")
+        raise ConfigError(f"override {text}: write key=value, {_meant(model, text, after)}")
     if key == "extends":
         raise ConfigError(f"override {text}: 'extends' is allowed only in a file")
     return schema.split(model, key), yaml12.parse(value, f"override {text}", lines=False)
+
+
+def _meant(model: type[BaseModel], text: str, after: Sequence[str]) -> str:
+    """The override that was meant by one without an equals sign, else an example."""
+    key, colon, value = text.partition(":")
+    known = schema.field_at(model, tuple(key.split("."))) is not None
+    if known and colon and value:
+        return f"here {key}={value.strip()}"
+    if known and after and "=" not in after[0]:
+        return f"here {key}={after[0]}"
+    return "for example train.steps=100"
 
 
 def _check_version(source: str, version: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.hub.hub_id import local_folder, reading
 from hyper_parallel.strategy.section import PathText, Section
 from hyper_parallel.untrusted import read_json, refuse_irregular_entries
 
@@ -63,12 +64,26 @@ class ModelConfig(Section):
     initialised. `vocab_size` defaults to the tokenizer's.
     """
     path: PathText | None = None
-    """A folder with `config.json` and safetensors weights, as `save_pretrained` writes it."""
+    """A folder with `config.json` and safetensors weights, as `save_pretrained` writes it; or an id of the Hugging Face
+    Hub, `org/name` or `org/name@revision`, whose files are downloaded once. An existing folder wins; `hub:org/name`
+    always means the Hub (docs/hub.md).
+    """
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Transformers' attention implementation; `auto` is Transformers' choice for the family."""
 
     adapter: AdapterConfig | None = None
     """Adapters that are trained in place of the whole model."""
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of `path`: itself, or that of the Hub's cache. Raises ConfigError for an id without a commit."""
+        return local_folder(self.path)
+
+    @classmethod
+    def _hint(cls, key: str, known: set[str]) -> str:
+        if key == "revision":
+            return "unknown key; write the revision behind the id, as path: org/name@revision"
+        return super()._hint(key, known)
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -95,7 +110,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         fields = read_json(file, LARGEST)
     except FileNotFoundError:
         raise ConfigError(
-            f"model.path: {file} does not exist; give a folder as save_pretrained writes it"
+            f"model.path: {file} does not exist; give a folder as save_pretrained writes it{reading(str(folder))}"
         ) from None
     except OSError as error:
         raise ConfigError(f"model.path: {error.filename or file} cannot be read: {error.strerror}") from None

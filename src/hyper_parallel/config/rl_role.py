@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from hyper_parallel.config.generate import GenerationStrategy, check_strategy
+from hyper_parallel.hub.hub_id import local_folder
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.generation_memory import TIERS
 from hyper_parallel.strategy.memory import Memory
@@ -112,7 +113,8 @@ class RewardRole(RoleConfig):
 
     model: PathText
     """A Transformers folder of a decoder with a sequence-classification head of one label
-    (`AutoModelForSequenceClassification`, `num_labels=1`), and its tokenizer."""
+    (`AutoModelForSequenceClassification`, `num_labels=1`), and its tokenizer; or an id of the Hub, as in
+    `model.path`."""
     strategy: Strategy | None = None  # type: ignore[assignment]
     """How the model is spread over the devices. Default: on the actor's devices with its axes and precision, else a
     copy on each."""
@@ -123,6 +125,11 @@ class RewardRole(RoleConfig):
     append_eos: bool = False
     """Whether a text ends with the tokenizer's end-of-text token, as the texts that TRL's RewardTrainer trains on.
     Conversations end as the chat template ends them."""
+
+    @property
+    def folder(self) -> str:
+        """The folder of `model`. Raises ConfigError for an id of the Hub without a commit."""
+        return str(local_folder(self.model))
 
     @property
     def spread(self) -> Strategy:

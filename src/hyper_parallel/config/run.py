@@ -58,9 +58,10 @@ class RunConfig(Section):
             return self._open_workers_fit()
         world, workers = self.strategy.world, self.launch.workers
         if workers is not None and workers not in (1, world):
+            product = self.strategy.product or "no axis is set"
             raise ValueError(
-                f"the strategy's axes multiply to {world} ({self.strategy.product}), but 'launch.workers' is "
-                f"{workers}; make them equal, leave 'launch.workers' out, or set it to 1 for the one-device run"
+                f"the strategy's axes multiply to {world} ({product}), but 'launch.workers' is {workers}; make them "
+                "equal, leave 'launch.workers' out, or set it to 1 for the one-device run"
             )
         if self.train.batch % self.effective_strategy.axes.data:
             raise ValueError(

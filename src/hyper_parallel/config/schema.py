@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hyper_parallel.config.merge import Kinds, Path
+from hyper_parallel.strategy.section import keys_of
 
 
 def kinds(model: type[BaseModel], path: Path = ()) -> Kinds:
@@ -65,12 +66,23 @@ def field_at(model: type[BaseModel], path: tuple[str | int, ...]) -> FieldInfo |
     field: FieldInfo | None = None
     for part in path:
         field = next(
-            (s.model_fields[part] for s in options if isinstance(part, str) and part in s.model_fields), None
+            (
+                found
+                for s in options
+                for name, found in s.model_fields.items()
+                if part in keys_of(name, found)
+            ),
+            None,
         )
         if field is None:
             return None
         options = list(_sections(field.annotation))
     return field
+
+
+def sections_at(field: FieldInfo) -> list[type[BaseModel]]:
+    """The sections that a field may hold."""
+    return list(_sections(field.annotation))
 
 
 def _members(annotation: Any) -> Iterator[Any]:

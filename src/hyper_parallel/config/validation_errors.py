@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from hyper_parallel.config.foreign_words import foreign_hint, foreign_value
 from hyper_parallel.config.merge import Kinds, present, value_at
-from hyper_parallel.config.schema import field_at
+from hyper_parallel.config.schema import field_at, sections_at
 from hyper_parallel.errors import nearest
 from hyper_parallel.untrusted import printable
 
@@ -17,6 +19,9 @@ MOST_LINES = 20
 """Maximum number of reported problems; of the others only the number is reported."""
 
 Where = tuple[str | int, ...]
+_MAIN = ("name", "compute", "path", "train", "method")
+"""Keys that a section is about."""
+_THOUSANDS = re.compile(r"([0-9]{1,9})[kK]")
 
 _EXPECTED: Mapping[str, str] = {
     "bool_parsing": "must be true or false",
@@ -105,7 +110,7 @@ def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
     """The requirement, and the actual value as `` (got …)`` or nothing."""
     kind, context, given = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "unknown_key":
-        return detail["msg"], ""
+        return _unknown(detail["msg"], model, where), ""
     if kind == "missing":
         field = field_at(model, where)
         meaning = f": {field.description.splitlines()[0]}" if field and field.description else ""
@@ -115,8 +120,10 @@ def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
     if kind in ("literal_error", "enum", "union_tag_invalid"):
         choices = context.get("expected_tags") or context.get("expected", "")
         tag = context.get("tag", given)
-        hint = nearest(str(tag), [choice.strip("' ") for choice in choices.replace(" or ", ", ").split(", ")])
-        one_of = "one of " if len(choices.replace(" or ", ", ").split(", ")) > 1 else ""
+        known = [choice.strip("' ") for choice in choices.replace(" or ", ", ").split(", ")]
+        meant = foreign_value(tag, known)
+        hint = nearest(str(tag), known) if meant is None else f"; write {meant}"
+        one_of = "one of " if len(known) > 1 else ""
         return f"must be {one_of}{choices}", f" (got {_show(tag)}{hint})"
     if kind in ("too_short", "too_long"):
         bound = context.get("min_length", context.get("max_length"))
@@ -127,9 +134,35 @@ def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
     mend = "; put it in quotes" if kind == "string_type" and isinstance(given, bool | int | float) else ""
     if given is None and kind in ("model_type", "model_attributes_type"):
         mend = ", an empty section; give it keys or remove it"
+    elif kind in ("model_type", "model_attributes_type") and (key := _main_key(model, where, given)):
+        mend = f"; write {{{key}: {foreign_value(given, ['bfloat16', 'float32']) or given}}}"
+    elif kind in ("model_type", "model_attributes_type") and isinstance(given, str) and given != "auto":
+        mend = foreign_hint(model, (given,))
+    elif kind in ("list_type", "tuple_type") and isinstance(given, str):
+        mend = f"; write [{given}]"
+    elif kind == "int_parsing" and (found := _THOUSANDS.fullmatch(str(given))):
+        mend = f"; write {int(found[1]) * 1000} or {int(found[1]) * 1024}, in digits"
     elif given == "auto":
         mend = "; the planner chooses axes: set strategy, strategy.axes or single degrees to auto"
     return expected.format(**{k: _show(v) for k, v in context.items()}), f" (got {_show(given)}{mend})"
+
+
+def _unknown(told: str, model: type[BaseModel], where: Where) -> str:
+    """The message about an unknown key: the key that another framework's word means, else the nearest one here."""
+    key, colon, value = str(where[-1]).partition(":")
+    if colon and value and "://" not in str(where[-1]) and field_at(model, (*where[:-1], key)) is not None:
+        return f"unknown key; a space belongs after the colon: '{key}: {value}'"
+    hint = foreign_hint(model, where)
+    return f"unknown key{hint}" if hint else told
+
+
+def _main_key(model: type[BaseModel], where: Where, given: Any) -> str | None:
+    """The key of a section that a single value is meant for: ``name`` for ``optimizer: adamw``."""
+    field = field_at(model, where)
+    if field is None or not isinstance(given, str) or given == "auto":
+        return None
+    known = {name for section in sections_at(field) for name in section.model_fields}
+    return next((key for key in _MAIN if key in known), None)
 
 
 def _show(value: Any) -> str:

@@ -175,11 +175,39 @@ def parse(text: str, source: str, *, lines: bool = True) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark is not None and lines else source
         context = f" ({error.context})" if error.context and error.problem else ""
-        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}{context}") from None
+        mend = _mend(error, text)
+        raise ConfigError(
+            f"{where}: not valid YAML: {error.problem or error.context}{context}{mend}"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{source}: not valid YAML: nested too deeply") from None
+
+
+_MENDS = (
+    ("'\\t' that cannot start", "; a tab stands there: indent with spaces"),
+    ("could not find expected ':'", "; line {start} has no colon: write 'key: value'"),
+    (
+        "mapping values are not allowed",
+        "; keys of one section begin in the same column, and text with a colon needs quotes",
+    ),
+    ("expected <block end>", "; keys of one section begin in the same column"),
+    ("but got ':'", "; a comma is missing between two keys of {{...}}"),
+    ("but got '<stream end>'", "; a bracket that opens on line {start} is not closed"),
+    ("unexpected end of stream", "; a quote that opens on line {start} is not closed"),
+    ("expected '<document start>'", "; JSON lines are data: name the file as data.train in a run file"),
+)
+"""Parts of PyYAML's problems, with what mends them. `start`: the line where the construct begins."""
+
+
+def _mend(error: yaml.MarkedYAMLError, text: str) -> str:
+    problem = str(error.problem)
+    if "<document start>" in problem and not text.lstrip().startswith("{"):
+        return ""
+    mark = error.context_mark or error.problem_mark
+    start = mark.line + 1 if mark is not None else 1
+    return next((mend.format(start=start) for part, mend in _MENDS if part in problem), "")
 
 
 def write(data: Any) -> str:

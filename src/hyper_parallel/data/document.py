@@ -122,11 +122,25 @@ def from_record(record: Any, where: str, folder: Path | None = None) -> Document
     if "text" in given:
         text = _string(given, "text", where)
         return Text(where, text, media.taken_by(text, "'text'")) if text.strip() else None
-    hint = next((hint for key in KEYS if (hint := _misspelt(key, given))), "")
+    hint = _of_others(given) or next((hint for key in KEYS if (hint := _misspelt(key, given))), "")
     keys = ", ".join(repr(key) for key in given) or "none"
     raise DataError(
         f"{where}: none of the keys 'text', 'prompt' and 'response', or 'messages'; its keys are {keys}{hint}"
     )
+
+
+def _of_others(given: Mapping[str, Any]) -> str:
+    """What to write instead of the records of other tools."""
+    if "conversations" in given or "conversation" in given:
+        return (
+            '; rename it to \'messages\', a list of {"role": "user" or "assistant", "content": "..."} (ShareGPT\'s '
+            "'from' and 'value' are 'role' and 'content', 'human' is 'user' and 'gpt' is 'assistant')"
+        )
+    if "instruction" in given or "question" in given:
+        return "; write the question as 'prompt' and the answer as 'response'"
+    if "content" in given:
+        return "; rename 'content' to 'text'"
+    return ""
 
 
 def _misspelt(wanted: str, given: Mapping[str, Any]) -> str:
@@ -164,7 +178,12 @@ def _messages(value: Any, where: str, media: MediaReader) -> list[dict[str, Any]
             raise DataError(f"{where}: message {index} is a {type(message).__name__}, not an object")
         kept = {str(key): item for key, item in message.items() if item is not None}
         if "role" not in kept:
-            raise DataError(f"{where}: message {index} has no 'role'{_misspelt('role', kept)}")
+            hint = (
+                "; ShareGPT's 'from' and 'value' are 'role' and 'content', 'human' is 'user' and 'gpt' is 'assistant'"
+                if "from" in kept
+                else _misspelt("role", kept)
+            )
+            raise DataError(f"{where}: message {index} has no 'role'{hint}")
         _string(kept, "role", where)
         # A message that only calls tools has no content.
         if "content" in kept or "tool_calls" not in kept:

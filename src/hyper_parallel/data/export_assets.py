@@ -36,7 +36,7 @@ _OF_TOKENIZERS = (
 
 def assets_of(config: RunConfig, text: TrainingData, generation: dict[str, Any] | None) -> dict[str, bytes]:
     """The files by name: those of the loaded folder, the tokenizer's, and the generation config."""
-    source: str | Path | None = config.model.path
+    source: str | Path | None = config.model.folder
     if isinstance(text, MultimodalData):
         source = text.processor.folder
     files = {} if source is None else _files(Path(source), _OF_PROCESSORS)
@@ -65,7 +65,7 @@ def generation_config(config: RunConfig, hf: Any, text: TrainingData) -> dict[st
 
     if not isinstance(hf, PretrainedConfig):
         return None
-    source = config.model.path
+    source = config.model.folder
     found = None if source is None else _read(Path(source).expanduser() / GENERATION)
     if found is None:
         found = json.loads(GenerationConfig.from_model_config(hf).to_json_string())

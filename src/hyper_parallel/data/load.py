@@ -44,7 +44,7 @@ def load_data(
 
 
 def _processor_folder(config: DataConfig, model: str | None) -> Path | None:
-    named = [Path(path).expanduser() for path in (config.tokenizer.path, model) if path is not None]
+    named = [Path(path).expanduser() for path in (config.tokenizer.folder, model) if path is not None]
     return next((folder for folder in named if has_processor(folder)), None)
 
 
@@ -52,7 +52,7 @@ def _no_media(config: DataConfig, model: str | None, family: str, kinds: Collect
     """Why images or sound cannot be trained on."""
     if not kinds:
         return f"{family} takes text alone; train a model that takes them, or leave the record out"
-    named = config.tokenizer.path or model
+    named = config.tokenizer.folder or model
     where = f"{named} has no processor" if named else "no folder with a processor is named"
     key = "" if named else "; name it with data.tokenizer.path"
     return (

@@ -22,6 +22,15 @@ STDLIB = "python-stdlib"
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _STDLIB_EXCLUDED_PREFIX = "_sysconfigdata"
 _JSONL_SUFFIXES = {".jsonl", ".ndjson"}
+_TABLES = {
+    ".json": "JSON that is not one object a line",
+    ".csv": "a table",
+    ".tsv": "a table",
+    ".parquet": "a table",
+    ".arrow": "a table",
+    ".xlsx": "a table",
+}
+"""Files with records that a text would not have, as one names them for training."""
 _DATASETS_MARKS = ("dataset_dict.json", "state.json")
 
 
@@ -101,7 +110,7 @@ def _find(entry: str, kind: str, key: str) -> Iterator[Source]:
     if not path.is_dir():
         if kind == "datasets":
             raise DataError(f"data.{key}: {entry} is a file, but format 'datasets' needs a folder")
-        return iter([Source(path, _kind(path, kind, key), named=True)])
+        return iter([Source(path, _kind(path, kind, key, named=True), named=True)])
     if kind == "datasets" or (kind == "auto" and any((path / mark).is_file() for mark in _DATASETS_MARKS)):
         return iter([Source(path, "datasets", named=True)])
     files = _walk(path)
@@ -135,14 +144,22 @@ def _stdlib_files() -> list[Path]:
     return found
 
 
-def _kind(path: Path, declared: str, key: str) -> Kind:
+def _kind(path: Path, declared: str, key: str, named: bool = False) -> Kind:
     if declared == "datasets":
         raise DataError(f"data.{key}: {path} is a file, but format 'datasets' needs a folder")
     if declared in ("text", "jsonl"):
         return "jsonl" if declared == "jsonl" else "text"
-    if path.suffix.lower() in _JSONL_SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix in _JSONL_SUFFIXES or (suffix == ".json" and _begins_with_an_object(path)):
         return "jsonl"
-    return "jsonl" if path.suffix.lower() == ".json" and _begins_with_an_object(path) else "text"
+    if named and suffix in _TABLES:
+        # Otherwise the run would learn the notation of the table.
+        raise DataError(
+            f"data.{key}: {path} is {_TABLES[suffix]}, whose records are not read; write each as a line of JSON, such "
+            'as {"text": "..."} or {"messages": [...]}, into a file that ends in .jsonl, or set data.format to text to '
+            "train on the file as it is"
+        )
+    return "text"
 
 
 def _begins_with_an_object(path: Path) -> bool:

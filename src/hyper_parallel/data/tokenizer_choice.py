@@ -42,7 +42,7 @@ def choose(tokenizer: TokenizerConfig, model: str | None, trained: Callable[[], 
     if model is not None and tokenizer.path is None and not tokenizer.replace:
         chosen = load(model, "model.path")
     else:
-        chosen = trained() if tokenizer.path is None else load(tokenizer.path)
+        chosen = trained() if tokenizer.path is None else load(str(tokenizer.folder))
         own = None if model is None else Path(model).expanduser()
         if own is not None and not tokenizer.replace and (own / "tokenizer.json").is_file():
             _refuse_another(chosen, load(str(own), "model.path"))

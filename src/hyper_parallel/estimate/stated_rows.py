@@ -136,7 +136,7 @@ def _costs(run: RunConfig, count: int) -> list[Any]:
     hf = transformers_config(run.model)
     found = load_data(
         run.data.model_copy(update={"sequence": _LONGEST}),
-        model=run.model.path,
+        model=run.model.folder,
         family=hf.model_type,
         kinds=media_kinds(model_class(hf)),
     )

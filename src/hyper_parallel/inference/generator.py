@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt as render
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.hub import Wanted, fetched_folder, parse, pinned
 from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.blocked_products import column_major
 from hyper_parallel.inference.budget.memory_budget import MemoryBudget
@@ -36,6 +38,7 @@ from hyper_parallel.shard.sharded_model import sharded
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.generation_memory import GenerationMemory
 
+log = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a conversation."""
 
@@ -58,11 +61,11 @@ class Generator:
         **settings: Any,
     ) -> None:
         """`model`: a Transformers model, or a folder: one that `save_pretrained` or `export` wrote, a run's, or a
-        checkpoint. `tokenizer`: Transformers' fast tokenizer; a folder has its own. `strategy`: how a folder's model is
-        spread over the ranks of the process group, of which each loads its own shards; every rank then makes the
-        Generator and calls it with the same prompts. `memory`: a byte budget, the keys of the section
-        `strategy.memory`; until `close` the weights of a model in memory belong to the Generator. `settings`: keys of
-        the `inference` section.
+        checkpoint; or an id of the Hub, `org/name` or `org/name@revision`, which is downloaded. `tokenizer`:
+        Transformers' fast tokenizer; a folder has its own. `strategy`: how a folder's model is spread over the ranks of
+        the process group, of which each loads its own shards; every rank then makes the Generator and calls it with the
+        same prompts. `memory`: a byte budget, the keys of the section `strategy.memory`; until `close` the weights of a
+        model in memory belong to the Generator. `settings`: keys of the `inference` section.
 
         Raises UnsupportedModelError for a model that cannot be generated with, CheckpointError or ConfigError for a
         folder that cannot be read or a budget that is too small, StrategyError for a strategy that does not fit.
@@ -81,12 +84,12 @@ class Generator:
             self.tokenizer = Tokenizer(tokenizer) if tokenizer is not None else None
             check_model(model)
         elif strategy is not None and strategy.axes.world > 1:
-            self.model, self.tokenizer = load_shards(Path(model), without_context(strategy))
+            self.model, self.tokenizer = load_shards(_folder(model), without_context(strategy))
         elif budget.device is None:
-            self.model, self.tokenizer = load(Path(model))
+            self.model, self.tokenizer = load(_folder(model))
             column_major(self.model, BLOCK)
         else:
-            self.model, self.tokenizer, self.memory = load_within(Path(model), budget)
+            self.model, self.tokenizer, self.memory = load_within(_folder(model), budget)
         self._config = check_model(self.model)
         size = strategy.axes.context if strategy is not None else 1
         self.replica = Replica.of(self.model, size)
@@ -276,6 +279,14 @@ def _budget(
     if given != GenerationMemory():
         raise ConfigError("memory: 'strategy' has a section 'memory', too; give one of them")
     return memory if isinstance(memory, GenerationMemory) else generation_memory(memory)
+
+
+def _folder(model: str | Path) -> Path:
+    """The folder that is named, or that of an id of the Hub in its cache."""
+    found = parse(model, "model") if isinstance(model, str) else None
+    return (
+        Path(model) if found is None else fetched_folder(pinned(found, Wanted.MODEL, "model", tell=log.info))
+    )
 
 
 def _checked(strategy: Strategy | None) -> Strategy | None:

@@ -17,6 +17,7 @@ from hyper_parallel.config.model import ModelConfig, read_config
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.tokenizer import load as load_tokenizer
 from hyper_parallel.errors import CheckpointError, ConfigError
+from hyper_parallel.hub.hub_id import reading
 from hyper_parallel.inference.budget.memory_budget import MemoryBudget
 from hyper_parallel.inference.weights.source import FolderSource, ModelSource, WeightSource
 from hyper_parallel.shard.safetensors_folder import Folder
@@ -33,7 +34,7 @@ def located(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder}: no such folder; give a Transformers folder, a run's or a checkpoint's"
+            f"{folder}: no such folder; give a Transformers folder, a run's or a checkpoint's{reading(str(folder))}"
         )
     return folder if (folder / "config.json").is_file() else find(folder, log.warning)
 

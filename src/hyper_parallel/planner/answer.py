@@ -1,4 +1,7 @@
-"""The planner's answer as text: the best strategies and why the first one wins."""
+"""The planner's answer in detail: the best strategies and why the first one wins.
+
+`planner.short_answer` has the ten lines that come first.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from hyper_parallel.planner.search import PRUNED
 from hyper_parallel.planner.solve import PrintedAnswer
 from hyper_parallel.report.sheets import NONE, Fact, Sheet
 from hyper_parallel.report.table import render as text_of
+from hyper_parallel.report.table import wrapped
 from hyper_parallel.units import format_bytes, format_count, format_duration
 
 WORD = "estimated"
@@ -78,6 +82,7 @@ def choices(one: PrintedAnswer) -> Sheet:
         tuple(rows),
         left=3,
         note="beside: to the best; exposed: communication that nothing hides; tokens/s: of each device",
+        drop=("bubble", "exposed", "tokens/s", "MFU", "beside"),
     )
 
 
@@ -125,6 +130,7 @@ def simulated(one: PrintedAnswer) -> Sheet:
         ("", "", "estimated", "predicted", "beside", "peak, estimate / predicted"),
         tuple(rows),
         left=2,
+        drop=("peak, estimate / predicted", "beside"),
         note=f"predicted: the step's graph, simulated; they differ where it is over {DIFFER:.0%} off, and over "
         f"{APART:.0%} the operators or the collective are named from which most of it comes{_quickest(one)}",
     )
@@ -185,10 +191,10 @@ def ties(one: PrintedAnswer) -> list[str]:
 
 
 def text(one: PrintedAnswer, width: int = 140) -> str:
-    """For the terminal. The first word is `estimated`."""
+    """All of it for the terminal. The first word is `estimated`."""
     body = text_of(heading(one), facts(one), sheets(one), WORD, width).rstrip()
     ends = [one.support.sentence, *ties(one), *one.why.sentences, *(f"note: {note}" for note in one.notes)]
-    return "\n".join([body, "", *ends])
+    return "\n".join([body, "", *(wrapped(end, width) for end in ends)])
 
 
 def to_json(one: PrintedAnswer) -> dict[str, Any]:

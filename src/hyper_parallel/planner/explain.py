@@ -57,6 +57,10 @@ class Explanation:
     """What binds, in words."""
     changes: tuple[Neighbour, ...]
     eased: tuple[Eased, ...]
+    blocked: Neighbour | None
+    """The quickest change that needs more memory than there is; None where memory does not bind."""
+    next_best: Neighbour | None
+    """The quickest change that fits and is slower."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; times are seconds, memory is bytes; all are estimated."""
@@ -80,10 +84,18 @@ def explain(row: Table, question: Question, constants: Constants) -> Explanation
     best = figures(row, estimate(row, constants))[0]
     changes = tuple(neighbours(row, question, constants))
     eased = tuple(_eased(row, constants))
+    blocked = next((one for one in changes if _shorter(one, best) and not one.figures.fits), None)
+    slower = (one for one in changes if one.figures.fits and one.figures.seconds > (1 + CLOSE) * best.seconds)
+    next_best = next(slower, None)
     sheets = (_time(best), _memory(best), _changes(best, changes), _twice(eased))
+    sentences = tuple(_binds(best, blocked, next_best, eased))
     return Explanation(
-        tuple(one for one in sheets if one.rows), tuple(_binds(best, changes, eased)), changes, eased
+        tuple(one for one in sheets if one.rows), sentences, changes, eased, blocked, next_best
     )
+
+
+def _shorter(one: Neighbour, best: Figures) -> bool:
+    return one.figures.seconds < (1 - CLOSE) * best.seconds
 
 
 def _time(best: Figures) -> Sheet:
@@ -117,7 +129,7 @@ def _memory(best: Figures) -> Sheet:
 
 def _changes(best: Figures, changes: Sequence[Neighbour]) -> Sheet:
     # What does not fit says something only where it would be quicker.
-    worth = [one for one in changes if one.figures.fits or one.figures.seconds < (1 - CLOSE) * best.seconds]
+    worth = [one for one in changes if one.figures.fits or _shorter(one, best)]
     rows = [
         (
             one.change,
@@ -158,27 +170,24 @@ def _twice(eased: Sequence[Eased]) -> Sheet:
     )
 
 
-def _binds(best: Figures, changes: Sequence[Neighbour], eased: Sequence[Eased]) -> list[str]:
+def _binds(
+    best: Figures, blocked: Neighbour | None, next_best: Neighbour | None, eased: Sequence[Eased]
+) -> list[str]:
     """What keeps the step from being quicker, in sentences."""
     found = []
-    quicker = [
-        one for one in changes if one.figures.seconds < (1 - CLOSE) * best.seconds and not one.figures.fits
-    ]
-    if quicker:
-        first = quicker[0]
+    if blocked is not None:
         found.append(
-            f"memory binds: {first.change} would take {format_duration(first.figures.seconds)} "
-            f"({format.signed(first.figures.seconds / best.seconds - 1)}, estimated) but needs "
-            f"{format.memory(first.figures)}"
+            f"memory binds: {blocked.change} would take {format_duration(blocked.figures.seconds)} "
+            f"({format.signed(blocked.figures.seconds / best.seconds - 1)}, estimated) but needs "
+            f"{format.memory(blocked.figures)}"
         )
     else:
         found.append(
             "memory does not bind: no single change that does not fit would be quicker (estimated; peak "
             f"{format.memory(best)})"
         )
-    slower = [one for one in changes if one.figures.fits and one.figures.seconds > (1 + CLOSE) * best.seconds]
-    if slower:
-        one = slower[0]
+    if next_best is not None:
+        one = next_best
         found.append(
             f"the next best, one change away: {one.change}, {format_duration(one.figures.seconds)} "
             f"({format.signed(one.figures.seconds / best.seconds - 1)}, estimated)"

@@ -12,6 +12,7 @@ from html import escape
 from hyper_parallel.planner import format
 from hyper_parallel.planner.answer import WORD, choices, facts, heading, searched, ties
 from hyper_parallel.planner.metrics import Figures
+from hyper_parallel.planner.short_answer import verdict
 from hyper_parallel.planner.solve import PrintedAnswer
 from hyper_parallel.report.html import asset, badge, card, filled, sheet_table
 from hyper_parallel.units import format_bytes, format_duration
@@ -62,7 +63,8 @@ def page(one: PrintedAnswer, front: Sequence[Figures]) -> str:
         shown.append(("yours", one.compared))
     slots = {
         "title": escape(f"{shape.name or 'a model'} on {question.cluster.name or question.cluster.source}"),
-        "heading": f"{badge(WORD)} {escape(heading(one).removeprefix(WORD + ' '))}",
+        "verdict": f"{badge(WORD)} {escape(verdict(one).removeprefix(WORD + ': '))}",
+        "heading": escape(heading(one).removeprefix(WORD + " ")),
         "facts": "".join(
             card(fact.name, f'<div class="value">{escape(fact.value)}</div><p>{escape(fact.meaning)}</p>')
             for fact in facts(one)

@@ -6,6 +6,7 @@ order in which training runs them. Neither is a measurement.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
 from hyper_parallel.planner.simulated_links import constants_for
 from hyper_parallel.planner.solve import NothingFitsError, PrintedAnswer, Refined, solve
-from hyper_parallel.units import format_bytes
+from hyper_parallel.units import format_bytes, format_duration
 
 NOTE = (
     "not searched: the host's memory, since something fits without it and a budget takes minutes to simulate; without "
@@ -109,13 +110,22 @@ def refine(
     limit: float | None = None,
 ) -> list[Refined]:
     """The prediction of each planned run file, or the reason why there is none. `limit` as of `predict_run`."""
-    found = []
+    found: list[Refined] = []
+    begun = time.monotonic()
     for place, file in enumerate(files, 1):
-        progress(f"simulating strategy {place} of {len(files)}")
+        told = f"strategy {place} of {len(files)}"
+        progress(f"{told}: capturing and simulating its step{_left(begun, len(found), len(files))}")
         if place > 1:
             collect_between()
-        found.append(_refined(file, cluster, progress, limit))
+        found.append(_refined(file, cluster, lambda text, told=told: progress(f"{told}: {text}"), limit))
     return found
+
+
+def _left(begun: float, done: int, count: int) -> str:
+    """The time left by the mean of what is done; before that nothing is known."""
+    if not done:
+        return ", the first of them" if count > 1 else ", a minute or two for 8 billion parameters"
+    return f", about {format_duration((time.monotonic() - begun) / done * (count - done))} left"
 
 
 # What is read off the Timeline is inside: a search for garbage would walk through all of its spans.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hyper_parallel.errors import ConfigError
@@ -13,7 +13,11 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.sweep import Point
 from hyper_parallel.report.sheets import NONE, Sheet
 from hyper_parallel.report.table import render as text_of
+from hyper_parallel.report.table import wrapped
 from hyper_parallel.units import format_bytes, format_count, format_duration
+
+_UNUSED = ("cost",)
+"""Columns that are left out where no row has a value."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,27 @@ class SweepTable:
     sentences: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
 
+    @property
+    def verdict(self) -> str:
+        """The first of the sentences. The first word is `estimated`."""
+        return f"estimated: {self.sentences[0].replace(' (estimated)', '')}"
+
+    def short(self, width: int = 80) -> str:
+        """For the terminal: the verdict and a row for each point, without settings."""
+        at = self.sheet.columns.index("best strategy")
+        rows = tuple((*row[:at], _brief(row[at]), *row[at + 1 :]) for row in self.sheet.rows)
+        brief = Sheet(self.sheet.title, self.sheet.columns, rows, left=self.sheet.left, drop=self.sheet.drop)
+        for name in _UNUSED:
+            if name in brief.columns and {row[brief.columns.index(name)] for row in brief.rows} == {NONE}:
+                brief = brief.without(name)
+        told = [wrapped(self.verdict, width), "", text_of("", [], [brief], "estimated", width).strip()]
+        told += [wrapped(sentence, width) for sentence in self.sentences[1:]]
+        return "\n".join([*told, "next  --details (settings, 90% intervals)", ""])
+
     def text(self, width: int = 140) -> str:
         """For the terminal. The first word is `estimated`."""
         body = text_of(self.heading, [], [self.sheet], "estimated", width).rstrip()
-        return "\n".join([body, "", *self.sentences])
+        return "\n".join([body, "", *(wrapped(sentence, width) for sentence in self.sentences)])
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; times are seconds, memory is bytes; all are estimated."""
@@ -61,10 +82,29 @@ def scaling(points: Sequence[Point], tokens: float = 0.0) -> SweepTable:
         ("devices", "best strategy", "step (90%)", "MFU", "tokens/s, all", "of ideal", "peak", "cost"),
         tuple(rows),
         left=2,
+        drop=("tokens/s, all", "MFU", "cost", "peak"),
         note="of ideal: tokens/s of a device beside those of the first row; the batch is the same in all rows"
         + _cost_note(points[0].question, tokens),
     )
-    return _made(points, sheet, ())
+    return _made(points, sheet, (_scales(points),))
+
+
+def _scales(points: Sequence[Point]) -> str:
+    """What more devices give, in a sentence."""
+    work = points[0].question.workload
+    name = work.shape.name or "the model"
+    found = [best for best in map(_best, points) if best is not None]
+    if not found:
+        return f"{name} fits on none of these numbers of devices"
+    first, last = found[0], found[-1]
+    least = f"{name}, {format_duration(first.seconds)} a step on {first.devices:,} devices"
+    if first is last:
+        return f"{least}; it fits"
+    share = last.tokens_per_second / first.tokens_per_second
+    return (
+        f"{least}, {format_duration(last.seconds)} on {last.devices:,}: each of them does {share:.0%} of the "
+        "work of one of the first"
+    )
 
 
 def lengths(points: Sequence[Point]) -> SweepTable:
@@ -84,6 +124,7 @@ def lengths(points: Sequence[Point]) -> SweepTable:
         ("tokens a sequence", "sequences", "best strategy", "step (90%)", "MFU", "tokens/s", "peak"),
         tuple(rows),
         left=3,
+        drop=("tokens/s", "MFU", "sequences"),
         note="as many tokens a step in all rows, as near as whole sequences come; tokens/s: of each device",
     )
     asked = sorted(point.question.workload.sequence for point in points)
@@ -115,8 +156,17 @@ def fewest(question: Question, point: Point | None, tokens: float = 0.0) -> Swee
             "large for a device; try a shorter sequence, a smaller batch, or devices with more memory"
         )
     made = scaling([point], tokens)
-    says = f"{name} fits on {point.question.devices:,} devices of {where}, and on no fewer (estimated)"
-    return SweepTable(made.heading, made.sheet, (says, *made.sentences), made.rows)
+    best = _best(point)
+    assert best is not None, "it fits"
+    says = (
+        f"{name} fits on {point.question.devices:,} {'device' if point.question.devices == 1 else 'devices'} of "
+        f"{where}, and on no fewer (estimated): "
+        f"{format.axes(best.strategy)}, {format_duration(best.seconds)} a step"
+    )
+    sheet = replace(
+        made.sheet.without("of ideal"), title="the fewest devices", note=_cost_note(question, tokens)[2:]
+    )
+    return SweepTable(made.heading, sheet, (says, *made.sentences[1:]), made.rows)
 
 
 def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> SweepTable:
@@ -130,6 +180,11 @@ def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> 
     shown = [(f"the best on row {place}", _best(point)) for place, point in enumerate(points, 1)]
     notes = runnable.note((name, best) for name, best in shown if best is not None)
     return SweepTable(heading, sheet, (*sentences, *notes), tuple(_row(point) for point in points))
+
+
+def _brief(strategy: str) -> str:
+    """Axes alone; of a reason what comes before its explanation."""
+    return strategy.partition("; ")[0].partition(": ")[0]
 
 
 def _row(point: Point) -> dict[str, Any]:

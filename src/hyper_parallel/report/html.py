@@ -42,11 +42,13 @@ def card(name: str, body: str) -> str:
 def sheet_table(sheet: Sheet, badge: str) -> str:
     """A table, headed by a badge (HTML)."""
 
+    def attributes(at: int) -> str:
+        # A narrow screen leaves out what a narrow terminal does.
+        names = ["number"] * (at >= sheet.left) + ["minor"] * (sheet.columns[at] in sheet.drop)
+        return f' class="{" ".join(names)}"' if names else ""
+
     def row(cells: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{'' if at < sheet.left else ' class=number'}>{escape(cell)}</{tag}>"
-            for at, cell in enumerate(cells)
-        )
+        return "".join(f"<{tag}{attributes(at)}>{escape(cell)}</{tag}>" for at, cell in enumerate(cells))
 
     body = "".join(
         f"<tr{' class=sum' if cells[0] in ('sum', 'step') else ''}>{row(cells, 'td')}</tr>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hyper_parallel.trace import Alive, Sum, Timeline, pattern
 from hyper_parallel.units import format_bytes, format_count, format_duration
@@ -26,6 +26,15 @@ class Sheet:
     left: int = 1
     """Number of leading columns with names; the others hold numbers."""
     note: str = ""
+    drop: tuple[str, ...] = ()
+    """Names of columns that a narrow terminal leaves out, the least important first."""
+
+    def without(self, name: str) -> Sheet:
+        """The same without the first column of that name."""
+        at = self.columns.index(name)
+        rows = tuple(row[:at] + row[at + 1 :] for row in self.rows)
+        left = self.left - (at < self.left)
+        return replace(self, columns=self.columns[:at] + self.columns[at + 1 :], rows=rows, left=left)
 
 
 @dataclass(frozen=True)

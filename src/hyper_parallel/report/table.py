@@ -1,8 +1,14 @@
-"""Figures and tables as text for the terminal."""
+"""Figures and tables as text for the terminal, within its width.
+
+A table that is wider than the terminal loses width in this order: columns of text wrap at spaces, then the columns that
+its Sheet names in `drop` are left out, which a line below it says, then what is left is folded.
+"""
 
 from __future__ import annotations
 
 import io
+import shutil
+import textwrap
 from collections.abc import Sequence
 
 from hyper_parallel.report.sheets import Fact, Sheet, facts, heading, sheets
@@ -10,6 +16,42 @@ from hyper_parallel.trace import Timeline
 
 WIDTH = 120
 """Default width of the text in columns."""
+NARROWEST, WIDEST = 60, 160
+"""Limits of `terminal_width`."""
+WRAPPED = 14
+"""Columns that a column of text keeps, where it has as much text."""
+BORDER = 3
+"""Columns that a table's border and padding take, for each of its columns."""
+
+
+def terminal_width(default: int = WIDTH) -> int:
+    """Columns of the terminal, or of the variable COLUMNS; `default` where the output is no terminal."""
+    return min(WIDEST, max(NARROWEST, shutil.get_terminal_size((default, 24)).columns))
+
+
+def wrapped(text: str, width: int = WIDTH, indent: str = "  ", first: str = "") -> str:
+    """A sentence in lines of at most `width` columns, broken at spaces.
+
+    The first line begins with `first`, the others with `indent`.
+    """
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
+
+
+def answer(verdict: str, lines: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
+    """A sentence, then a line for each name and text; texts wrap beside their names. At most `width` columns wide."""
+    beside = max((len(name) for name, _ in lines), default=0) + 2
+    told = [wrapped(verdict, width)]
+    for name, text in lines:
+        told.append(wrapped(text, width, " " * beside, first=name.ljust(beside)))
+    return "\n".join(told) + "\n"
 
 
 def table(timeline: Timeline, width: int = WIDTH) -> str:
@@ -22,16 +64,18 @@ def render(
 ) -> str:
     """Plain text, at most `width` columns wide: a line, then figures, then tables, each headed by `word`.
 
-    `word` states the kind of the numbers: predicted, measured or estimated.
+    `word` states the kind of the numbers: predicted, measured or estimated. An empty `first` is left out.
     """
     from rich.console import Console
     from rich.table import Table
 
     out = io.StringIO()
     console = Console(file=out, width=width)
-    console.print(first, markup=False, highlight=False)
+    if first:
+        console.print(first, markup=False, highlight=False)
     if figures:
-        console.print()
+        if first:
+            console.print()
         grid = Table(box=None, show_header=False, pad_edge=False)
         for _ in range(3):
             grid.add_column(overflow="fold")
@@ -40,25 +84,90 @@ def render(
             grid.add_row(*_plain((fact.name, fact.value, fact.meaning)))
         console.print(grid)
     for sheet in tables:
+        shown, left_out = fitting(sheet, width)
         console.print()
         console.print(f"{word}: {sheet.title}", markup=False, highlight=False)
-        console.print(_grid(sheet))
+        console.print(_grid(shown, width))
         if sheet.note:
             console.print(sheet.note, markup=False, highlight=False)
+        if left_out:
+            told = f"left out at this width: {', '.join(left_out)}"
+            console.print(told, markup=False, highlight=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def _grid(sheet: Sheet):  # type: ignore[no-untyped-def]
+def fitting(sheet: Sheet, width: int) -> tuple[Sheet, list[str]]:
+    """The sheet without those columns of `drop` that do not fit into `width`; and the names of what is left out."""
+    left_out: list[str] = []
+    for name in sheet.drop:
+        if _whole(_least_widths(sheet)) <= width:
+            break
+        if name not in sheet.columns:
+            continue
+        left_out.append(name)
+        sheet = sheet.without(name)
+    return sheet, left_out
+
+
+def _grid(sheet: Sheet, width: int):  # type: ignore[no-untyped-def]
     from rich.table import Table
 
     made = Table(pad_edge=False)
-    for at, column in enumerate(sheet.columns):
-        made.add_column(column, justify="left" if at < sheet.left else "right", overflow="fold")
+    for at, (column, wide) in enumerate(zip(sheet.columns, _widths(sheet, width), strict=True)):
+        justify = "left" if at < sheet.left else "right"
+        made.add_column(column, justify=justify, overflow="fold", width=wide)
     for row in sheet.rows:
         if row[0] in ("sum", "step"):
             made.add_section()
         made.add_row(*_plain(row))
     return made
+
+
+def _widths(sheet: Sheet, width: int) -> list[int] | list[None]:
+    """Columns of each column: what it needs, and of what is left a share of what it would take."""
+    least, most = _least_widths(sheet), _most_widths(sheet)
+    spare = width - _whole(least)
+    if spare < 0:
+        return [None] * len(least)  # rich folds everything
+    wants = [high - low for low, high in zip(least, most, strict=True)]
+    total = sum(wants)
+    if total <= spare:
+        return most
+    return [low + spare * want // total for low, want in zip(least, wants, strict=True)]
+
+
+def _whole(widths: Sequence[int]) -> int:
+    return sum(widths) + BORDER * len(widths)
+
+
+def _columns(sheet: Sheet) -> list[list[str]]:
+    """The cells of each column, its name first."""
+    return [list(cells) for cells in zip(sheet.columns, *sheet.rows, strict=True)]
+
+
+def _most_widths(sheet: Sheet) -> list[int]:
+    return [max(map(_length, cells)) for cells in _columns(sheet)]
+
+
+def _least_widths(sheet: Sheet) -> list[int]:
+    """Numbers stay whole; names wrap at spaces."""
+    found = []
+    for at, cells in enumerate(_columns(sheet)):
+        whole = max(map(_length, cells))
+        if at < sheet.left:
+            words = max(_length(word) for cell in cells for word in cell.split() or [""])
+            found.append(min(whole, max(words, WRAPPED)))
+        else:
+            # A name of several words wraps over numbers.
+            head = max(map(_length, cells[0].split() or [""]))
+            found.append(max(head, *map(_length, cells[1:]), 0))
+    return found
+
+
+def _length(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def _plain(cells: tuple[str, ...]) -> list[str]:

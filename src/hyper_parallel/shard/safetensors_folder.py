@@ -178,10 +178,25 @@ def _safetensors_of(folder: Path, open_file: Callable[[Path], Any]) -> dict[str,
         return {name: folder / file for name, file in files.items()}
     if not single.is_file():
         raise CheckpointError(
-            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
+            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there{_other_weights(folder)}"
         )
     with open_file(single) as file:
         return dict.fromkeys(file.keys(), single)
+
+
+_LFS = b"version https://git-lfs"
+
+
+def _other_weights(folder: Path) -> str:
+    """What to do about a folder without safetensors."""
+    if any(folder.glob("pytorch_model*.bin")):
+        return (
+            "; pytorch_model.bin is not read, since it can run code: AutoModelForCausalLM.from_pretrained(folder)"
+            ".save_pretrained(another) writes safetensors"
+        )
+    if (folder / "adapter_config.json").is_file():
+        return "; it is an adapter: name it as model.adapter, and the folder of its base model as model.path"
+    return "; copy the whole folder as save_pretrained wrote it, or leave model.path out for new weights (model.config)"
 
 
 def _opened(path: Path) -> Any:
@@ -192,4 +207,11 @@ def _opened(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except (SafetensorError, MemoryError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        with open(path, "rb") as file:
+            pointer = file.read(len(_LFS)) == _LFS
+        reason = (
+            "it is a pointer of Git LFS; run git lfs pull there"
+            if pointer
+            else f"{error}; copy it again, whole"
+        )
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from None

@@ -162,8 +162,8 @@ def fill(built: Built, config: RunConfig, device: torch.device) -> None:
 
 def fill_model(model: nn.Module, config: RunConfig, device: torch.device | str) -> None:
     """Give a parallelized model on the meta device its values."""
-    if config.model.path is not None:
-        load_weights(model, config.model.path, device)
+    if config.model.folder is not None:
+        load_weights(model, config.model.folder, device)
     else:
         init_weights(model, config.seed, device)
 
@@ -172,8 +172,8 @@ def transformers_config(declared: ModelConfig) -> Any:
     """The Transformers config object. Raises ConfigError for a family or a key that Transformers does not know."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if declared.path is not None:
-        fields, file = read_config(declared.path), f"{declared.path}/config.json"
+    if (folder := declared.folder) is not None:
+        fields, file = read_config(folder), f"{folder}/config.json"
         if fields["model_type"] not in CONFIG_MAPPING:
             hint = nearest(fields["model_type"], CONFIG_MAPPING.keys())
             code = "; the code that its auto_map names is not run" if fields.get("auto_map") else ""
@@ -183,7 +183,7 @@ def transformers_config(declared: ModelConfig) -> Any:
         if fields.get("auto_map"):
             log.warning("%s names code of its own (auto_map), which is not run: Transformers' own is", file)
         try:
-            return AutoConfig.from_pretrained(declared.path, local_files_only=True, trust_remote_code=False)
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # its validation raises classes of huggingface_hub's own around the reason
             raise ConfigError(f"model.path: {file}: {_line(error.__cause__ or error)}") from error
     assert declared.config is not None
@@ -211,7 +211,7 @@ def _data(config: RunConfig, hf: Any, model: Any) -> TrainingData:
         config.data,
         seed=config.seed,
         positions=getattr(language, "max_position_embeddings", None),
-        model=config.model.path,
+        model=config.model.folder,
         family=getattr(hf, "model_type", None) or "the model",
         kinds=media_kinds(model),
     )
@@ -222,7 +222,7 @@ def _data(config: RunConfig, hf: Any, model: Any) -> TrainingData:
 
 def _fit_vocabulary(hf: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
     """Fill in the vocabulary and the special tokens that are left out; refuse a vocabulary that is too small."""
-    given, source = config.model.config or {}, config.model.path
+    given, source = config.model.config or {}, config.model.folder
     language = hf.get_text_config(decoder=True)
     if language is not hf:  # of a multimodal model, whose language model has a section of its own
         section = next((key for key in hf.sub_configs if getattr(hf, key, None) is language), "")

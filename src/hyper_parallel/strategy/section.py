@@ -46,7 +46,7 @@ class Section(BaseModel):
     @classmethod
     def _refuse_unknown_keys(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Reports unknown keys, each with the nearest valid name, together with the problems of known keys."""
-        known = {key for name, field in cls.model_fields.items() for key in _keys_of(name, field)}
+        known = {key for name, field in cls.model_fields.items() for key in keys_of(name, field)}
         strange = [key for key in (given if isinstance(given, Mapping) else ()) if key not in known]
         # Finding the nearest name takes time, and a thousand hints help no one.
         unknown = {
@@ -98,7 +98,7 @@ class Section(BaseModel):
         return "unknown key" + (hint + later or f"; the keys here are {', '.join(sorted(written))}")
 
 
-def _keys_of(name: str, field: FieldInfo) -> list[str]:
+def keys_of(name: str, field: FieldInfo) -> list[str]:
     """The keys under which a file may set a field."""
     if isinstance(field.validation_alias, AliasChoices):
         return [str(choice) for choice in field.validation_alias.choices]

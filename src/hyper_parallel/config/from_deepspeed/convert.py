@@ -15,6 +15,7 @@ from hyper_parallel.config.from_deepspeed.memory import (
 )
 from hyper_parallel.config.from_deepspeed.optimizer import convert_optimizer, convert_schedule
 from hyper_parallel.config.from_deepspeed.parallelism import convert_axes
+from hyper_parallel.config.from_deepspeed.reasons import resembles
 from hyper_parallel.config.from_deepspeed.source import Source
 from hyper_parallel.config.from_deepspeed.training import (
     convert_batch,
@@ -69,6 +70,12 @@ def convert(
     the budget where the JSON offloads. `arguments`: training arguments of Transformers as ``name=value``, which fill
     `auto`. `name`: the file, for messages. Raises ConfigError for a value that DeepSpeed would refuse, too.
     """
+    if content and not any(resembles(key) for key in content):
+        found = ", ".join(map(repr, list(content)[:4]))
+        raise ConfigError(
+            f"{name}: is no DeepSpeed JSON: it has none of its keys, such as zero_optimization (it has {found}); give "
+            "the file of deepspeed --deepspeed_config"
+        )
     source = Source(content, name, arguments)
     data = convert_axes(source, devices)
     convert_batch(source, data)

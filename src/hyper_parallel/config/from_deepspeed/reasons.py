@@ -198,6 +198,16 @@ _SECTIONS = (
 )
 
 
+def resembles(key: str) -> bool:
+    """Whether a top-level key is one of DeepSpeed's, or a misspelt one."""
+    heads = {pattern.split(".")[0] for pattern, _ in _TABLE}
+    return (
+        key in _SECTIONS
+        or bool(nearest(key, _SECTIONS))
+        or any(fnmatchcase(key, head) for head in heads - {"*"})
+    )
+
+
 def reason(path: tuple[str, ...], value: Any) -> str:
     """One line: why this key has no setting."""
     if value is None:

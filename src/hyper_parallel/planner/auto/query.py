@@ -65,7 +65,7 @@ def workload_of(config: RunConfig) -> Workload:
     given = config.model.config
     if given is not None and "vocab_size" not in given:
         # As training fills it in, but for a tokenizer that is yet to be trained: that may come out smaller.
-        path = config.data.tokenizer.path
+        path = config.data.tokenizer.folder
         fields["vocab_size"] = (
             config.data.tokenizer.trained_size if path is None else load_tokenizer(path).vocab_size
         )

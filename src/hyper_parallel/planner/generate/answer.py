@@ -8,12 +8,55 @@ from typing import Any
 from hyper_parallel.config import yaml12
 from hyper_parallel.planner.generate.search import GenerationAnswer, GenerationPlan
 from hyper_parallel.report.sheets import NONE, Sheet
-from hyper_parallel.report.table import render
+from hyper_parallel.report.table import answer as report
+from hyper_parallel.report.table import render, wrapped
 from hyper_parallel.simulator.generation.tier_split import TierSplit
 from hyper_parallel.simulator.simulate import source_of
 from hyper_parallel.units import format_bytes, format_duration
 
 _MIB = 1 << 20
+
+
+def short(answer: GenerationAnswer, width: int = 80) -> str:
+    """The verdict and its figures. The first word is `estimated`."""
+    question, best = answer.question, answer.best
+    where = question.cluster.name or question.cluster.source
+    choice, run = best.choice, best.choice.run
+    verdict = (
+        f"estimated: {question.shape.name} on {question.devices} × {where} generates "
+        f"{best.tokens_per_second:,.0f} tokens/s with {axes(best)}; it fits."
+    )
+    answers = (
+        f", a pass of answers {format_duration(run.answer_pass.seconds)}"
+        if best.work.answer_tokens > 1
+        else ""
+    )
+    lines = [
+        (
+            "requests",
+            f"{best.settings.batch:,} at once, contexts of up to {best.work.context:,} tokens",
+        ),
+        (
+            "latency",
+            f"first token {format_duration(run.first_token)}, a pass of prompts "
+            f"{format_duration(run.prompt_pass.seconds)}{answers}",
+        ),
+        ("limit", _limits(best)),
+        ("memory", f"{format_bytes(choice.footprint.device)} a device; {_where(choice.split)}"),
+        *([("slow", choice.reason)] if choice.reason else []),
+        ("next", "--out plan.yaml (for simulate --generate), --details (other plans)"),
+    ]
+    return report(verdict, lines, width)
+
+
+def _where(split: TierSplit) -> str:
+    return f"away from it, {away(split)}" if split != TierSplit() else "all on the device"
+
+
+def _limits(best: GenerationPlan) -> str:
+    run = best.choice.run
+    answers = f"; of answers by {run.answer_pass.limit}" if best.work.answer_tokens > 1 else ""
+    return f"a pass of prompts by {run.prompt_pass.limit}{answers}"
 
 
 def text(answer: GenerationAnswer, top: int = 10, width: int = 140) -> str:
@@ -41,11 +84,12 @@ def text(answer: GenerationAnswer, top: int = 10, width: int = 140) -> str:
         ),
         tuple(rows),
         left=3,
+        drop=("bound", "bound", "slower", "passes", "prompt pass", "answer pass"),
         note="bound: what no implementation beats, for the bytes that must be read, FLOPs, the link and collectives; "
         "slower: than with everything on the device, if it held that",
     )
     lines = [render(head, [], [sheet], "estimated", width).rstrip(), ""]
-    lines += sentences(answer)
+    lines += [wrapped(sentence, width) for sentence in sentences(answer)]
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from hyper_parallel.planner.submodels.sizes import (
 )
 from hyper_parallel.planner.submodels.stages import copies
 from hyper_parallel.report.sheets import Fact, Sheet
-from hyper_parallel.report.table import render
+from hyper_parallel.report.table import answer, render, wrapped
 from hyper_parallel.units import format_bytes, format_duration
 
 WORD = "simulated"
@@ -81,8 +81,21 @@ class Answer:
                 )
         return notes
 
+    def short(self, width: int) -> str:
+        """The verdict and the chosen allocation's figures. The first word is `simulated`."""
+        task, chosen = self.found.task, self.found.chosen
+        assert chosen.sizes is not None, "an answer has an allocation that fits"
+        fullest = max(memory_of_parts(task, chosen.sizes).values())
+        lines = [
+            ("devices", f"{allocation(task, chosen.sizes)}; {chosen.sizes.devices} of {task.devices} used"),
+            ("step", f"{format_duration(chosen.seconds)}, {chosen.bubbles:.1%} of all devices' time idle"),
+            ("memory", f"{format_bytes(fullest)} of {format_bytes(task.capacity)} a device, estimated"),
+            ("next", "--out run.yaml (for train), --details (parts, memory), --html page.html"),
+        ]
+        return answer(f"{WORD}: {self.title} on {self.cluster}: {self.verdict}", lines, width)
+
     def text(self, width: int) -> str:
-        """For the terminal."""
+        """All of it for the terminal."""
         facts = [Fact("chosen", "", self.verdict)]
         text = render(
             f"{WORD} allocation of {self.title} on {self.cluster}",
@@ -91,7 +104,7 @@ class Answer:
             WORD,
             width,
         )
-        return text + "".join(f"note: {note}\n" for note in self.notes())
+        return text + "".join(wrapped(f"note: {note}", width) + "\n" for note in self.notes())
 
     def sheet(self) -> Sheet:
         """The allocations side by side."""
@@ -112,7 +125,10 @@ class Answer:
                 )
             )
         columns = ("", "devices", "rows at once", "step", "idle", "fullest device")
-        return Sheet("allocations", columns, tuple(rows), left=2, note="idle: share of all devices' time")
+        drop = ("rows at once", "idle")
+        return Sheet(
+            "allocations", columns, tuple(rows), left=2, drop=drop, note="idle: share of all devices' time"
+        )
 
     def parts(self) -> Sheet:
         """Memory of each part."""

@@ -51,7 +51,8 @@ def page(answer: Answer) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in answer.notes())
     slots = {
         "title": escape(f"{answer.title} on {answer.cluster}"),
-        "heading": f"{badge(WORD)} {escape(answer.verdict)}",
+        "verdict": f"{badge(WORD)} {escape(answer.verdict)}",
+        "heading": escape(f"{answer.title} on {answer.cluster}"),
         "facts": "".join(
             card(name, f'<div class="value">{value}</div><p>{why}</p>') for name, value, why in figures
         ),

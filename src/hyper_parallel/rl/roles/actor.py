@@ -183,7 +183,7 @@ class Actor:
     @property
     def assets(self) -> dict[str, bytes]:
         """Files for an exported model: the tokenizer's, and how generation ends."""
-        ends = sorted(ends_of(self.model, self.tokenizer, self._config.model.path))
+        ends = sorted(ends_of(self.model, self.tokenizer, self._config.model.folder))
         generation = json.dumps({"eos_token_id": ends}, indent=2).encode()
         return {**tokenizer_assets(self.tokenizer), GENERATION: generation}
 

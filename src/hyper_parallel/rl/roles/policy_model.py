@@ -21,8 +21,8 @@ from hyper_parallel.strategy import Strategy
 
 def tokenizer_of(config: RLConfig) -> Tokenizer:
     """That of the model's folder, or one of characters. Raises DataError."""
-    if config.model.path is not None:
-        return load_tokenizer(config.model.path, "model.path")
+    if config.model.folder is not None:
+        return load_tokenizer(config.model.folder, "model.path")
     return Tokenizer(character_tokenizer(config.characters or VOCABULARY))
 
 
@@ -85,8 +85,8 @@ def trained_policy(
 
 def fill(model: nn.Module, config: RLConfig, device: torch.device) -> None:
     """Give a parallelized model on the meta device its values: the folder's, or new ones of the run's seed."""
-    if config.model.path is not None:
-        load_weights(model, config.model.path, device)
+    if config.model.folder is not None:
+        load_weights(model, config.model.folder, device)
     else:
         init_weights(model, config.seed, device)
 

@@ -39,9 +39,9 @@ class RewardModel:
         """`role`: with its devices and strategy filled in. Raises UnsupportedModelError for a folder without a head of
         one label, ConfigError, DataError, StrategyError or CheckpointError for one that cannot be loaded."""
         self._role, self._device = role, device
-        config = _config_of(role.model)
+        config = _config_of(role.folder)
         text: Any = config.get_text_config(decoder=True)
-        self.tokenizer = load_tokenizer(role.model, KEY)
+        self.tokenizer = load_tokenizer(role.folder, KEY)
         if text.vocab_size < self.tokenizer.vocab_size:
             raise ConfigError(
                 f"{KEY}: the model of {role.model} has {text.vocab_size} tokens, and its tokenizer "
@@ -55,7 +55,7 @@ class RewardModel:
         self._longest = min(role.max_length or math.inf, positions or math.inf)
         self.model = _on_meta(config, role)
         parallelize(self.model, role.spread)
-        load_weights(self.model, role.model, device)
+        load_weights(self.model, role.folder, device)
         self._outputs: list[Tensor] = []
         """What the head gave in a forward pass, [B, S, 1]."""
         self.model.get_submodule("score").register_forward_hook(

@@ -71,7 +71,7 @@ class Rollout:
         role, rl = config.roles.rollouts, config.rl
         self._model_config = check_model(model)
         self._replica = Replica.of(model)
-        ends = ends_of(model, tokenizer, config.model.path)
+        ends = ends_of(model, tokenizer, config.model.folder)
         self._engine = Engine(model, role.page, layers=int(self._model_config.num_hidden_layers), eos=ends)
         device = next(model.parameters()).device
         self._engine.cache.agreement = Agreement(self._replica.group, device)

@@ -1,0 +1,216 @@
+"""The planner's first answer beside the strategy that a published recipe or guide gives, both estimated by one model.
+
+    python benchmarks/plan_practice.py     # writes benchmarks/results/plan_practice.json and docs/plan-practice.md
+
+The degrees and the micro-batch of practice are those of its source; what the source leaves open is filled in by a rule
+(`FILLED`), with the settings that the planner estimates as the quickest. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+LENGTH = 8192
+BATCH = {8: 128, 64: 512, 512: 2048}
+"""Sequences of a step, by devices."""
+
+BRIDGE_LLAMA = "Megatron-Bridge, H100 recipes of Llama 3"
+BRIDGE_QWEN = "Megatron-Bridge, H100 performance recipes of Qwen3 MoE"
+BRIDGE_QWEN_8 = "Megatron-Bridge, H100 recipes of Qwen3 MoE"
+CORE_MOE = "Megatron Core MoE, parallel mappings"
+TITAN = "torchtitan, performance"
+_DOCS = "https://docs.nvidia.com/nemo/megatron-bridge"
+SOURCES = {
+    BRIDGE_LLAMA: f"{_DOCS}/nightly/apidocs/bridge/bridge.perf_recipes.llama.h100.llama3.html",
+    BRIDGE_QWEN: f"{_DOCS}/nightly/apidocs/bridge/bridge.perf_recipes.qwen.h100.qwen3_moe.html",
+    BRIDGE_QWEN_8: f"{_DOCS}/latest/apidocs/bridge/bridge.recipes.qwen.h100.qwen3_moe.html",
+    CORE_MOE: "https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md",
+    TITAN: "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md",
+}
+
+
+@dataclass(frozen=True)
+class Practice:
+    """What a source says."""
+
+    model: str
+    devices: int
+    source: str
+    stated: str
+    """The devices and degrees of the source; more devices take more data parallelism."""
+    fix: Mapping[str, Any]
+
+
+def _degrees(
+    tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1, **more: Any
+) -> dict[str, Any]:
+    """All that a source's degrees fix; ranks beside them see different data."""
+    own = {"tensor_x": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+    return {**own, "tensor_y": 1, "micro": 1, **more}
+
+
+LLAMA_8B = _degrees(context=2)
+FSDP_8B = _degrees(recompute="selective", zero=3)
+LLAMA_70B = _degrees(tensor=4, pipeline=4, context=2, schedule=("1f1b", "interleaved"))
+FSDP_70B = _degrees(recompute="full", recomputed=1.0, zero=3)
+MIXTRAL = _degrees(pipeline=4, expert=8, schedule=("1f1b", "interleaved"))
+PRACTICE = (
+    Practice("llama-3-8b", 8, BRIDGE_LLAMA, "8 H100: context 2", LLAMA_8B),
+    Practice("llama-3-8b", 8, TITAN, "8 H100 of 96 GB: FSDP, selective recomputation", FSDP_8B),
+    Practice("llama-3-8b", 64, BRIDGE_LLAMA, "64 H100: as on 8, a larger batch", LLAMA_8B),
+    Practice("llama-3-8b", 64, TITAN, "8 to 128 H100: FSDP, selective recomputation", FSDP_8B),
+    Practice("llama-3-8b", 512, BRIDGE_LLAMA, "64 H100: as on 8, a larger batch", LLAMA_8B),
+    Practice("llama-3-70b", 8, TITAN, "64 A100: FSDP, full recomputation", FSDP_70B),
+    Practice("llama-3-70b", 64, BRIDGE_LLAMA, "64 H100: tensor 4, pipeline 4, context 2", LLAMA_70B),
+    Practice("llama-3-70b", 64, TITAN, "64 A100: FSDP, full recomputation", FSDP_70B),
+    Practice("llama-3-70b", 512, BRIDGE_LLAMA, "64 H100: tensor 4, pipeline 4, context 2", LLAMA_70B),
+    Practice("mixtral-8x7b", 8, CORE_MOE, "guide: expert 8, tensor 1 within a node", _degrees(expert=8)),
+    Practice("mixtral-8x7b", 64, CORE_MOE, "64 H100: pipeline 4, expert 8, tensor 1", MIXTRAL),
+    Practice("mixtral-8x7b", 512, CORE_MOE, "64 H100: pipeline 4, expert 8, tensor 1", MIXTRAL),
+    Practice(
+        "qwen3-30b-a3b", 8, BRIDGE_QWEN_8, "8 H100: tensor 4, pipeline 2, expert 4",
+        _degrees(tensor=4, pipeline=2, expert=4, schedule=("1f1b", "interleaved")),
+    ),
+    Practice("qwen3-30b-a3b", 64, BRIDGE_QWEN, "16 H100: expert 16; 64: a larger batch", _degrees(expert=16)),
+    Practice("qwen3-30b-a3b", 512, BRIDGE_QWEN, "16 H100: expert 16; 64: a larger batch", _degrees(expert=16)),
+)  # fmt: skip
+
+FILLED = ("state_on_host", "activations_on_host", "weights_on_host")
+"""Practice has nothing on the host where it fits without."""
+
+
+def one(practice: Practice) -> dict[str, Any]:
+    """Both strategies of a case, as plain data."""
+    from hyper_parallel.cluster import Cluster
+    from hyper_parallel.planner import format
+    from hyper_parallel.planner.metrics import figures
+    from hyper_parallel.planner.query import Question
+    from hyper_parallel.planner.search import answer
+    from hyper_parallel.planner.simplest import TIE, simplest
+    from hyper_parallel.planner.simulated_links import constants_for
+    from hyper_parallel.workload.published import shape
+    from hyper_parallel.workload.workload import Workload
+
+    asked = Question(
+        workload=Workload(shape(practice.model), BATCH[practice.devices], LENGTH),
+        cluster=Cluster.named(f"h100x{practice.devices}"),
+        tie=TIE,
+    )
+    constants = constants_for(asked.profile, asked.cluster)
+
+    def told(found: Any) -> dict[str, Any]:
+        own = figures(found.table, found.estimate)[0]
+        return {
+            "axes": format.axes(own.strategy),
+            "settings": format.settings(own.strategy),
+            "seconds": own.seconds,
+            "between": list(own.between),
+            "peak": own.peak,
+            "on_host": own.on_host,
+        }
+
+    fixed = replace(asked, tie=0.0, top=1, fix=practice.fix)
+    stays = replace(fixed, fix={**practice.fix, **dict.fromkeys(FILLED, 0.0)})
+    theirs = answer(stays, constants).best or answer(fixed, constants).best
+    ours = simplest(asked, constants)[0].best[0]
+    return {
+        "model": practice.model,
+        "devices": practice.devices,
+        "batch": BATCH[practice.devices],
+        "source": practice.source,
+        "stated": practice.stated,
+        "planner": told(ours),
+        "practice": told(theirs[0]) if theirs else None,
+    }
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The tables of docs/plan-practice.md."""
+    found = [
+        "| Model, devices | Planner's first answer | Practice | Planner's step | Practice's step | Difference | Its "
+        "interval |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
+    shorter, longer, same = [], [], []
+    for row in result["rows"]:
+        ours, theirs = row["planner"], row["practice"]
+        name = f"{row['model']}, {row['devices']}"
+        theirs_cell = f"{row['stated']} [{_number(row['source'])}]"
+        if theirs is None:
+            found.append(
+                f"| {name} | {_strategy(ours)} | {theirs_cell} | {_seconds(ours)} | does not fit | | |"
+            )
+            continue
+        ratio = theirs["seconds"] / ours["seconds"] - 1
+        low = theirs["between"][0] / ours["between"][1] - 1
+        high = theirs["between"][1] / ours["between"][0] - 1
+        found.append(
+            f"| {name} | {_strategy(ours)} | {theirs_cell}: {_strategy(theirs)} | {_seconds(ours)} | "
+            f"{_seconds(theirs)} | {_share(ratio)} | {_share(low)} to {_share(high)} |"
+        )
+        (same if abs(ratio) <= result["tie"] else longer if ratio > 0 else shorter).append(row)
+    within = sum(
+        1
+        for row in result["rows"]
+        if row["practice"] and abs(row["practice"]["seconds"] / row["planner"]["seconds"] - 1) <= 0.15
+    )
+    none = len(result["rows"]) - len(shorter) - len(longer) - len(same)
+    found += [
+        "",
+        f"Of {len(result['rows'])} choices of practice {len(same)} tie with the planner's first answer "
+        f"(within {result['tie']:.0%}), {len(shorter)} are estimated shorter, {len(longer)} longer, and {none} fit no "
+        f"device; {within} are within 15%, which the cost model does not order reliably. All figures are estimated.",
+        "",
+        *[f"{_number(name)}. [{name}]({address})" for name, address in SOURCES.items()],
+    ]
+    return found
+
+
+def _number(source: str) -> int:
+    return list(SOURCES).index(source) + 1
+
+
+def _strategy(told: Mapping[str, Any]) -> str:
+    return f"`{told['axes']}` ({told['settings']})"
+
+
+def _seconds(told: Mapping[str, Any]) -> str:
+    return f"{told['seconds']:.3g} s"
+
+
+def _share(share: float) -> str:
+    return f"{share:+.1%}".replace("-", "−")
+
+
+def write(rows: Iterable[Mapping[str, Any]]) -> None:
+    """The result, and the page from it."""
+    import measure
+    import pages
+
+    from hyper_parallel.planner.simplest import TIE
+
+    path = measure.write("plan_practice", {"tie": TIE, "rows": list(rows)})
+    pages.put(pages.DOCS / "plan-practice.md", "plan_practice.py", lines(json.loads(path.read_text())))
+
+
+def main() -> None:
+    """Every case."""
+    rows = []
+    for practice in PRACTICE:
+        rows.append(one(practice))
+        print(
+            practice.model,
+            practice.devices,
+            rows[-1]["planner"]["axes"],
+            "|",
+            rows[-1]["practice"],
+            flush=True,
+        )
+    write(rows)
+
+
+if __name__ == "__main__":
+    main()

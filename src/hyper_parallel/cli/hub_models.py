@@ -1,0 +1,134 @@
+"""Ids of the Hub in a run: downloaded before anything heavy starts, and pinned to their commits in what runs.
+
+A run that goes on takes the commits that it began with, which its folder's ``run.yaml`` has.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.hub.hub_id import HubId, fetched_folder, parse, parse_explicit
+
+if TYPE_CHECKING:
+    from hyper_parallel.config import RunConfig
+    from hyper_parallel.config.generation_run import GenerationRun
+    from hyper_parallel.config.rl_run import RLConfig
+    from hyper_parallel.hub.download import Wanted
+
+Run = TypeVar("Run", "RunConfig", "RLConfig", "GenerationRun")
+RUN_FILE = "run.yaml"
+
+
+def say(line: str) -> None:
+    """A line on standard error, by the first of a machine's processes."""
+    from hyper_parallel.launch.speaking_rank import speaks
+
+    if speaks(os.environ):
+        click.echo(f"hyper-parallel: {line}", err=True)
+
+
+def fetched(run: RunConfig, wanted: Wanted) -> RunConfig:
+    """The run with its model's and tokenizer's ids pinned; their files are in the cache. `wanted`: of the model.
+
+    Raises ConfigError as `hub.pinned` does, and where a run goes on with other commits than it began with.
+    """
+    from hyper_parallel.hub.download import Wanted
+
+    recorded = _recorded(Path(run.out).expanduser()) if wanted is Wanted.MODEL else {}
+    run = _replaced(run, ("model", "path"), wanted, recorded)
+    if wanted is not Wanted.CONFIG:
+        run = _replaced(run, ("data", "tokenizer", "path"), Wanted.ASSETS, recorded)
+    return run
+
+
+def fetched_rl(run: RLConfig) -> RLConfig:
+    """As `fetched`, with the reward model."""
+    from hyper_parallel.hub.download import Wanted
+
+    recorded = _recorded(Path(run.out).expanduser())
+    run = _replaced(run, ("model", "path"), Wanted.MODEL, recorded)
+    return _replaced(run, ("roles", "reward", "model"), Wanted.MODEL, recorded)
+
+
+def with_config(run: GenerationRun) -> GenerationRun:
+    """A prediction of generation whose model's id is pinned; its config is in the cache."""
+    from hyper_parallel.hub.download import Wanted
+
+    return _replaced(run, ("model", "path"), Wanted.CONFIG, {})
+
+
+def fetched_model(given: str, wanted: Wanted, key: str) -> Path | None:
+    """The folder of a model that an argument names by an id; None where it is no id."""
+    from hyper_parallel.hub.download import pinned
+
+    found = parse(given, key)
+    if found is None:
+        return None
+    return fetched_folder(pinned(found, wanted, key, bare=parse_explicit(given, key) is None, tell=say))
+
+
+def _replaced(run: Run, where: tuple[str, ...], wanted: Wanted, recorded: dict[str, Any]) -> Run:
+    """The run with the id at a key pinned."""
+    from hyper_parallel.hub.download import pinned
+
+    key = ".".join(where)
+    given: Any = run
+    for name in where:
+        given = None if given is None else getattr(given, name)
+    found = None if given is None else parse(given, key)
+    if found is None:
+        return run
+    found = _as_begun(found, key, recorded)
+    bare = parse_explicit(given, key) is None
+    changed: Run = _with(run, where, str(pinned(found, wanted, key, bare=bare, tell=say)))
+    return changed
+
+
+def _with(section: Any, where: tuple[str, ...], value: Any) -> Any:
+    name, *rest = where
+    inner = _with(getattr(section, name), tuple(rest), value) if rest else value
+    return section.model_copy(update={name: inner})
+
+
+def _as_begun(asked: HubId, key: str, recorded: dict[str, Any]) -> HubId:
+    """The id with the commit that the run began with, where it goes on with the same repository."""
+    from hyper_parallel.hub.download import current_commit
+
+    before: Any = recorded
+    for name in key.split("."):
+        before = before.get(name) if isinstance(before, dict) else None
+    begun = parse_explicit(before, key) if isinstance(before, str) else None
+    if begun is None or begun.commit is None or begun.name != asked.name or begun.commit == asked.commit:
+        return asked
+    if asked.commit is not None:
+        raise ConfigError(
+            f"{key}: is commit {asked.commit[:12]} of {asked.name}, and the run in 'out' began with "
+            f"{begun.commit[:12]}; write {begun}, or {asked.name}, to go on, or name another 'out' to begin anew"
+        )
+    now = current_commit(asked)
+    if now not in (None, begun.commit):
+        say(
+            f"{key}: {asked.shown} is now at {str(now)[:12]}; the run goes on with {begun.commit[:12]}, with which it "
+            "began (another 'out' begins with the new one)"
+        )
+    return begun
+
+
+def _recorded(out: Path) -> dict[str, Any]:
+    """What `run.yaml` of a run with checkpoints says; empty where there is none."""
+    from hyper_parallel.config import yaml12
+    from hyper_parallel.config.load import LARGEST
+    from hyper_parallel.untrusted import open_regular, read_bytes
+
+    if next((out / "checkpoints").glob("step-*"), None) is None:
+        return {}
+    try:
+        found = yaml12.parse(read_bytes(open_regular(out / RUN_FILE), LARGEST).decode(), str(out / RUN_FILE))
+    except (OSError, ValueError, ConfigError):
+        return {}
+    return found if isinstance(found, dict) else {}

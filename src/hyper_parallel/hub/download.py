@@ -1,0 +1,270 @@
+"""Downloads the files of a model of the Hub into its cache, once, and pins their commit.
+
+Only plain files in the repository's top folder are taken: JSON files, safetensors, and the tokenizer's; no pickled
+weights and no code. The small files come first and the weights last, so that an interrupted download is seen. Of the
+processes of a machine one downloads, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import glob
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.hub import failures
+from hyper_parallel.hub.hub_id import DEFAULT, HubId, cache_folder, snapshot_folder
+from hyper_parallel.units import format_bytes
+from hyper_parallel.untrusted import is_plain_name, read_json
+
+TIMEOUT_S = 10.0
+"""Seconds that the Hub has to answer the first request."""
+INDEX = "model.safetensors.index.json"
+_LARGEST_INDEX = 64 * 2**20
+_SMALL = (
+    "config.json",
+    "generation_config.json",
+    "*processor_config.json",
+    "*tokenizer*.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+)
+
+
+class Wanted(Enum):
+    """Which files of a repository."""
+
+    CONFIG = "config"
+    """``config.json`` alone."""
+    ASSETS = "assets"
+    """All but the weights: config, tokenizer, processor, chat template, generation config."""
+    MODEL = "model"
+    """These and the weights in safetensors."""
+
+
+def pinned(
+    asked: HubId,
+    wanted: Wanted,
+    key: str,
+    *,
+    bare: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
+) -> HubId:
+    """The same id with its commit, whose files are then in the cache (`fetched_folder`).
+
+    Uses no network for a commit whose files are there. Where the Hub does not answer, a branch or tag means the commit
+    that the cache has for it. `bare`: it was written without ``hub:``. `tell`: is given a line about what is done.
+
+    Raises ConfigError, with the mend, where the files can neither be downloaded nor found.
+    """
+    if asked.commit is not None and _complete(
+        snapshot_folder(asked.name, asked.commit), wanted, tokenizer=True
+    ):
+        return asked
+    with _one_at_a_time(asked.name):
+        try:
+            return asked.at(_download(asked, wanted, key, tell))
+        except ConfigError:
+            raise
+        except (
+            Exception
+        ) as error:  # huggingface_hub raises its own, httpx's and the system's exceptions alike
+            cached = _cached_commit(asked)
+            if cached is None or not _complete(snapshot_folder(asked.name, cached), wanted, tokenizer=False):
+                raise ConfigError(failures.explain(error, asked, key, bare=bare)) from error
+            if asked.commit is None:
+                tell(f"{key}: {asked.shown} as the cache has it ({cached[:7]}): the Hub was not reached")
+            return asked.at(cached)
+
+
+def current_commit(asked: HubId, *, seconds: float = 3.0) -> str | None:
+    """The commit that a branch or tag is at now; None where the Hub does not say within some seconds."""
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().model_info(asked.name, revision=asked.revision, timeout=seconds).sha
+    except Exception:  # as above; what is asked for is only said
+        return None
+    return None if found is None else str(found)
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The files of a repository at a commit, with their bytes."""
+
+    commit: str
+    sizes: dict[str, int]
+
+
+def _download(asked: HubId, wanted: Wanted, key: str, tell: Callable[[str], object]) -> str:
+    """Download what is missing; the commit."""
+    listing = _list(asked)
+    names = [name for name in listing.sizes if _is_wanted(name, wanted)]
+    there = snapshot_folder(asked.name, listing.commit)
+    if wanted is not Wanted.ASSETS and "config.json" not in names:
+        raise ConfigError(
+            f"{key}: {asked.shown} has no config.json on the Hub, so it is no model of Transformers; give one that is"
+        )
+    weights = _weights(asked, listing, key) if wanted is Wanted.MODEL else []
+    missing = sum(listing.sizes[name] for name in (*names, *weights) if not (there / name).exists())
+    if missing:
+        _room(asked, missing, key)
+        tell(f"{key}: downloading {asked.shown} at {listing.commit[:7]}, {format_bytes(missing)}")
+    commit = _fetch(asked, names, quiet=not missing)
+    if wanted is not Wanted.MODEL:
+        return commit
+    at = asked.at(commit)
+    if INDEX in weights:
+        _fetch(at, [INDEX], quiet=True)
+        shards = _shards(snapshot_folder(at.name, commit))
+        if strange := next((one for one in shards if one not in listing.sizes), None):
+            raise ConfigError(
+                f"{key}: {asked.shown}: {INDEX} names {strange!r}, which the repository does not have"
+            )
+        weights = shards
+    _fetch(at, weights, quiet=not missing)
+    return commit
+
+
+def _list(asked: HubId) -> _Listing:
+    from huggingface_hub import HfApi
+
+    found = HfApi().model_info(
+        asked.name, revision=asked.revision or DEFAULT, timeout=TIMEOUT_S, files_metadata=True
+    )
+    sizes = {one.rfilename: one.size or 0 for one in found.siblings or [] if is_plain_name(one.rfilename)}
+    return _Listing(str(found.sha), sizes)
+
+
+def _is_wanted(name: str, wanted: Wanted) -> bool:
+    if wanted is Wanted.CONFIG:
+        return name == "config.json"
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _SMALL)
+
+
+def _weights(asked: HubId, listing: _Listing, key: str) -> list[str]:
+    """The index with all that may be its shards, or the one file. Raises ConfigError where there are none."""
+    names = sorted(name for name in listing.sizes if name.endswith(".safetensors"))
+    if INDEX in listing.sizes:
+        return [INDEX, *(name for name in names if fnmatch.fnmatchcase(name, "*-of-*"))]
+    if "model.safetensors" in names:
+        return ["model.safetensors"]
+    others = [name for name in listing.sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5"))]
+    if names:
+        return names
+    only = f"only {', '.join(sorted(others)[:3])}" if others else "no weights"
+    raise ConfigError(
+        f"{key}: {asked.shown} has no safetensors on the Hub ({only}), and nothing else is loaded; give a repository "
+        "or a revision with safetensors (often @refs/pr/N), or a folder that save_pretrained wrote from it"
+    )
+
+
+def _fetch(asked: HubId, names: Sequence[str], *, quiet: bool) -> str:
+    """Download files by their names; the commit."""
+    from huggingface_hub import snapshot_download
+
+    with _bars(quiet or not sys.stderr.isatty()):
+        folder = snapshot_download(
+            asked.name,
+            revision=asked.revision or DEFAULT,
+            allow_patterns=[glob.escape(name) for name in names],
+        )
+    return Path(folder).name
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files that the index of a folder names. Raises ConfigError where it cannot be read."""
+    try:
+        found = read_json(folder / INDEX, _LARGEST_INDEX)
+        names = sorted(set(found["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / INDEX}: cannot be read as an index of safetensors: {error}") from error
+    if strange := next((name for name in names if not is_plain_name(name)), None):
+        raise ConfigError(f"{folder / INDEX}: names {strange!r}, which is no file of its folder")
+    return names
+
+
+def _complete(folder: Path, wanted: Wanted, *, tokenizer: bool) -> bool:
+    """Whether a folder of the cache has the files. `tokenizer`: also that of a whole model."""
+    if wanted is Wanted.ASSETS:
+        return (folder / "tokenizer.json").exists()
+    if not (folder / "config.json").exists():
+        return False
+    if wanted is Wanted.CONFIG:
+        return True
+    if tokenizer and not (folder / "tokenizer.json").exists():
+        return False
+    if (folder / INDEX).exists():
+        try:
+            return all((folder / name).exists() for name in _shards(folder))
+        except ConfigError:
+            return False
+    return any(folder.glob("*.safetensors"))
+
+
+def _cached_commit(asked: HubId) -> str | None:
+    """The commit that the cache has for a revision."""
+    if asked.commit is not None:
+        return asked.commit
+    try:
+        found = (cache_folder(asked.name) / "refs" / (asked.revision or DEFAULT)).read_text().strip()
+    except OSError:
+        return None
+    return asked.at(found).commit
+
+
+def _room(asked: HubId, needed: int, key: str) -> None:
+    """Raise ConfigError where the disk of the cache has too little room."""
+    there = cache_folder(asked.name)
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ConfigError(f"{key}: {asked.shown}: {failures.full(needed, free)}")
+
+
+@contextlib.contextmanager
+def _one_at_a_time(name: str) -> Iterator[None]:
+    """Of the processes that use this cache, one is inside. In a cache that cannot be written to, all are."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import WeakFileLock
+
+    lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"hyper-parallel--{name.replace('/', '--')}.lock"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(WeakFileLock(lock))
+        yield
+
+
+@contextlib.contextmanager
+def _bars(hidden: bool) -> Iterator[None]:
+    """Progress bars of huggingface_hub, or none."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if not hidden or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

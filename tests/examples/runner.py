@@ -1,0 +1,48 @@
+"""Commands of examples, run in a folder in which `examples/` is found as in the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that is no worker of a launcher and finds this package's source."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in LAUNCHERS and not key.startswith("SLURM_")
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **more}
+
+
+def run(folder: Path, *command: str, env: Mapping[str, str] | None = None) -> str:
+    """What a command writes; it must end with 0."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=env or environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+def cli(folder: Path, *words: str) -> str:
+    """What `hyper-parallel` writes."""
+    return run(folder, sys.executable, "-m", "hyper_parallel", *words)
+
+
+def folder_with_examples(folder: Path) -> Path:
+    """A link to examples/ in an empty folder, so that runs do not write into the repository."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
