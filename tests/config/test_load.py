@@ -192,10 +192,11 @@ class TestMistakes:
              "'adafactor', 'muon' (got 'muo'; did you mean 'muon'?)"),
             ("train.optimizer.fused=true", "train.optimizer.fused: unknown key; PyTorch's fused kernel is always used; "
              "leave it out"),
-            *((f"{key}={{rank: 8}}", f"{key}: unknown key; adapters (LoRA) are a key of the model: write "
-               "model.adapter: {rank: 8}") for key in ("lora", "peft", "model.lora", "model.peft", "train.lora")),
+            *((f"{key}={{rank: 8}}", f"{key}: unknown key; write model.adapter (LoRA: {{rank: 8}} to train one; for "
+               "generate, a folder as peft's save_pretrained writes it)")
+              for key in ("lora", "peft", "model.lora", "model.peft", "train.lora")),
             ("model.adapter={r: 8, rank: 8}", "model.adapter.r: unknown key; write rank"),
-            ("train.max_steps=3", "train.max_steps: unknown key; write steps"),
+            ("train.max_steps=3", "train.max_steps: unknown key; write train.steps (updates of the optimizer)"),
             ("train={epochs: 3, steps: 5}", "train: give either 'steps' (5) or 'epochs' (3), and leave the other out "
              "or set it to null"),
             ("train={steps: 3, schedule: {warmup: 20}}", "train: 'schedule.warmup' (20) is longer than 'steps' (3); "

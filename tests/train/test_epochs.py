@@ -12,7 +12,7 @@ from tiny_run import metrics, run, run_config
 from hyper_parallel.config import load
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.step.build import unsharded
-from hyper_parallel.step.epochs import epochs_told, with_steps
+from hyper_parallel.step.epochs import epochs_line, with_steps
 
 
 def test_epochs_become_steps_and_a_longer_run_goes_on(
@@ -28,7 +28,7 @@ def test_epochs_become_steps_and_a_longer_run_goes_on(
     rates = metrics(config, "lr")
     assert rates[steps] == pytest.approx(3e-4) and max(rates.values()) == pytest.approx(3e-3)
     out = "".join(capfd.readouterr())
-    assert epochs_told(0.02, rows, steps) in " ".join(out.split())
+    assert epochs_line(0.02, rows, steps) in " ".join(out.split())
     assert "train.epochs=0.04" in " ".join(out.split())
     again = load(Path(config.out) / "run.yaml", ["train.epochs=0.04"])
     longer = run(again)
@@ -46,5 +46,5 @@ def test_a_warm_up_longer_than_the_epochs_is_refused_with_both_numbers(tmp_path:
 
 
 def test_the_words_of_one_and_of_several() -> None:
-    assert epochs_told(3, 412, 155) == "3 epochs of 412 sequences: 155 steps"
-    assert epochs_told(1, 1, 1) == "1 epoch of 1 sequence: 1 step"
+    assert epochs_line(3, 412, 155) == "3 epochs of 412 sequences: 155 steps"
+    assert epochs_line(1, 1, 1) == "1 epoch of 1 sequence: 1 step"

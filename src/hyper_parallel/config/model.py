@@ -19,8 +19,6 @@ _MOST_OF_ANY = 2**31
 _MOST = (("layer", 10_000), ("expert", 100_000))
 """Part of a field's name, and the largest value that such a field may have."""
 
-ADAPTER = "adapters (LoRA) are a key of the model: write model.adapter: {rank: 8}"
-
 
 class AdapterConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685) of the library peft; the model's own weights are frozen."""
@@ -54,10 +52,6 @@ class AdapterConfig(Section):
 class ModelConfig(Section):
     """An unmodified Transformers causal language model, which may take images or sound too, from a config (new weights)
     or a folder (its weights)."""
-
-    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("lora", "peft", "adapters", "lora_config", "peft_config"), ADAPTER
-    )
 
     config: dict[str, Any] | None = None
     """A Transformers config: `model_type` and the fields that differ from its defaults. Weights are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -11,7 +10,7 @@ from hyper_parallel.config.checkpoint import CheckpointConfig
 from hyper_parallel.config.data import DataConfig
 from hyper_parallel.config.launch import LaunchConfig
 from hyper_parallel.config.launched import Wording
-from hyper_parallel.config.model import ADAPTER, ModelConfig
+from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.train import TrainConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Strategy
@@ -28,8 +27,6 @@ class RunConfig(Section):
         safe="committed checkpoints are safe",
         resume="run the same command again: it continues from the last committed checkpoint",
     )
-
-    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(("lora", "peft", "adapter"), ADAPTER)
 
     version: Literal[1]
     """The version of the file's format."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from hyper_parallel.config.model import ADAPTER
 from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig
 from hyper_parallel.strategy.section import Section
 
@@ -84,12 +83,6 @@ class ProfileConfig(Section):
 
 class TrainConfig(Section):
     """The training loop. The batch is global: it is the same on any number of workers."""
-
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("lora", "peft", "adapter"), ADAPTER),
-        "num_train_epochs": "write epochs",
-        "max_steps": "write steps",
-    }
 
     engine: Literal["graph", "eager"] = "graph"
     """The engine. `graph` captures the whole step once, as one graph, and runs that; a step that cannot be

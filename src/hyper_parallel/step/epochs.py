@@ -30,11 +30,11 @@ def with_steps(config: RunConfig, text: TrainingData) -> RunConfig:
     try:
         train.check_warmup()
     except ValueError as error:
-        raise ConfigError(f"train: {epochs_told(epochs, text.order.length, steps)}, and {error}") from None
+        raise ConfigError(f"train: {epochs_line(epochs, text.order.length, steps)}, and {error}") from None
     return config.model_copy(update={"train": train})
 
 
-def epochs_told(epochs: float, sequences: int, steps: int) -> str:
+def epochs_line(epochs: float, sequences: int, steps: int) -> str:
     """``3 epochs of 412 sequences: 155 steps``."""
     counts = (epochs, "epoch"), (sequences, "sequence"), (steps, "step")
     passes, rows, updates = (f"{count:,.10g} {word}{'' if count == 1 else 's'}" for count, word in counts)

@@ -15,7 +15,7 @@ from hyper_parallel.data.export_assets import ends_of
 from hyper_parallel.errors import CheckpointError, HyperParallelError
 from hyper_parallel.launch import Worker, stop
 from hyper_parallel.launch.heartbeat import pulse
-from hyper_parallel.step.epochs import epochs_told
+from hyper_parallel.step.epochs import epochs_line
 from hyper_parallel.train.checkpoint_state import RunState
 from hyper_parallel.train.launch_workers import alone, run_on_workers
 from hyper_parallel.train.progress import shown
@@ -107,7 +107,7 @@ class _Run:
         parts.reporter.open(state.step)
         plans = parts.built.budget.plans if parts.built.budget is not None else []
         train, rows = self._config.train, parts.built.text.order.length
-        told = [epochs_told(train.epochs, rows, train.steps)] if train.epochs is not None else []
+        told = [epochs_line(train.epochs, rows, train.steps)] if train.epochs is not None else []
         for note in (*told, *plans, *notes):
             parts.reporter.note(note)
         return state
