@@ -174,8 +174,8 @@ def test_an_empty_folder_is_taken(tmp_path):
     assert (export(write(tmp_path / "run", {"model_config": {}}), tmp_path / "out") / "config.json").exists()
 
 
-def test_adapters_within_their_base_model_are_refused(tmp_path):
-    """No plain folder has them: what is advised is Trainer's save_model, which tests/integration covers."""
+def test_adapters_of_an_unknown_scale_are_refused(tmp_path):
+    """Where nothing says how they are merged; runs say it (tests/lora/test_export_adapters.py)."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
         next(iter(MODELS.values()))(), peft.LoraConfig(target_modules="all-linear", r=2)

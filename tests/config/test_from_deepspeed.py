@@ -17,6 +17,7 @@ from hyper_parallel.config import yaml12
 from hyper_parallel.config.from_deepspeed import Conversion, convert, read
 from hyper_parallel.config.from_deepspeed.source import ARGUMENTS
 from hyper_parallel.config.merge import merge
+from hyper_parallel.config.optimizer import LionConfig
 from hyper_parallel.errors import ConfigError
 
 RUN = "version: 1\nout: runs/x\nmodel: {path: m}\ndata: {train: t}\n"
@@ -127,6 +128,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "overlap_comm": False, "mics_shard_size": 2},
         "tensor_parallel": {"autotp_size": 2},
         "sequence_parallel_size": 2,
+    },
+    "lion": {
+        "train_batch_size": 64,
+        "optimizer": {"type": "Lion", "params": {"lr": 3e-5, "weight_decay": 0.3}},
     },
     "moe": {
         "train_batch_size": 64,
@@ -405,3 +410,8 @@ def test_junk_is_refused_or_listed(name: str) -> None:
             whole = merge({"train": {"steps": 2000}}, {**done.fragment, **yaml12.parse(RUN, "run")}, {})
             config.from_dict(whole, source=f"{path} = {junk}")
     assert refused > len(PREFIXES)
+
+
+def test_lion_has_its_own_defaults(tmp_path: Path) -> None:
+    optimizer = loaded(convert(EXAMPLES["lion"]), tmp_path).train.optimizer
+    assert optimizer == LionConfig(name="lion", lr=3e-5, betas=(0.9, 0.99), weight_decay=0.3)

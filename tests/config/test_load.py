@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.config import RunConfig, from_dict, load, load_strategy
+from hyper_parallel.config import RunConfig, dump, from_dict, load, load_strategy
 from hyper_parallel.config.optimizer import AdamWConfig, MuonConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Strategy
@@ -190,6 +190,17 @@ class TestMistakes:
             ),
             ("train.optimizer.name=muo", "train.optimizer.name: must be one of 'adamw', 'adamw_8bit', 'lion', "
              "'adafactor', 'muon' (got 'muo'; did you mean 'muon'?)"),
+            ("train.optimizer.fused=true", "train.optimizer.fused: unknown key; PyTorch's fused kernel is always used; "
+             "leave it out"),
+            *((f"{key}={{rank: 8}}", f"{key}: unknown key; write model.adapter (LoRA: {{rank: 8}} to train one; for "
+               "generate, a folder as peft's save_pretrained writes it)")
+              for key in ("lora", "peft", "model.lora", "model.peft", "train.lora")),
+            ("model.adapter={r: 8, rank: 8}", "model.adapter.r: unknown key; write rank"),
+            ("train.max_steps=3", "train.max_steps: unknown key; write train.steps (updates of the optimizer)"),
+            ("train={epochs: 3, steps: 5}", "train: give either 'steps' (5) or 'epochs' (3), and leave the other out "
+             "or set it to null"),
+            ("train={steps: 3, schedule: {warmup: 20}}", "train: 'schedule.warmup' (20) is longer than 'steps' (3); "
+             "add train.schedule.warmup=0, or a share of the steps such as train.schedule.warmup=0.1"),
             ("train.schedule.name=cosin", "train.schedule.name: must be one of 'cosine', 'linear', 'constant' or "
              "'wsd' (got 'cosin'; did you mean 'cosine'?)"),
             ("train.steps=2.5", "train.steps: must be a whole number (got 2.5)"),
@@ -215,6 +226,17 @@ class TestMistakes:
     )  # fmt: skip
     def test_one_line_says_what_is_wrong(self, run_file: Path, override: str, told: str) -> None:
         assert problems(run_file, override) == [f"override {override}: {told}"]
+
+    def test_dora_is_refused_with_its_reason(self, run_file: Path) -> None:
+        (line,) = problems(run_file, "model.adapter={rank: 8, dora: true}")
+        assert "model.adapter.dora: not built yet: DoRA's magnitudes" in line
+
+    def test_the_advice_on_epochs_and_adapters_works(self, run_file: Path) -> None:
+        train = load(run_file, ["train={steps: null, epochs: 3}", "model.adapter={rank: 8}"]).train
+        again = write(run_file.with_name("again.yaml"), dump(load(run_file, ["train.epochs=3"])))
+        assert (train.epochs, load(again).train.epochs) == (3, 3)
+        for share in ("0", "0.1"):
+            load(run_file, ["train={steps: 3, schedule: {warmup: 20}}", f"train.schedule.warmup={share}"])
 
     def test_all_problems_are_told_at_once(self, tmp_path: Path) -> None:
         path = write(tmp_path / "run.yaml", MINIMAL + "train: {stpes: 1, batch: 0}\nsede: 3\n")

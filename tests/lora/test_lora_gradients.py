@@ -72,3 +72,7 @@ def test_an_adapter_of_the_head_and_one_with_a_bias() -> None:
         "qwen2", "tensor 2 shard 2 sequence recompute", target_modules=["q_proj", "k_proj", "lm_head"]
     )
     assert_same("llama", "tensor 2", target_modules=["q_proj", "up_proj"], lora_bias=True)
+
+
+def test_the_scale_of_rslora_is_the_same_where_projections_are_split() -> None:
+    assert_same("llama", "tensor 2", use_rslora=True)

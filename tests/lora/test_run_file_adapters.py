@@ -88,3 +88,15 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
     assert workload_of(run(tmp_path, {"rank": 4, "targets": "all-linear"})).adapter is not None
     with pytest.raises(ConfigError, match="rank"):
         run(tmp_path, {"rank": 0})
+
+
+def test_rslora_scales_by_the_root_of_the_rank(tmp_path: Path) -> None:
+    for rslora, scale in ((False, 12 / 9), (True, 12 / 3)):
+        model, _ = unsharded(run(tmp_path, {"rank": 9, "alpha": 12, "rslora": rslora}))
+        scales = {value for m in model.modules() for value in _scales(m)}
+        assert scales == {scale}
+
+
+def _scales(module: torch.nn.Module) -> list[float]:
+    found = getattr(module, "scaling", None)
+    return list(found.values()) if isinstance(found, dict) else []

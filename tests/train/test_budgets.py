@@ -85,6 +85,14 @@ def test_twenty_steps_within_the_smallest_budget_are_equal_to_the_bit(name: str,
     assert not list((folder / "spill").glob("*")) if (folder / "spill").exists() else True
 
 
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", pytest.param("lion", marks=pytest.mark.matrix)])
+def test_state_of_other_optimizers_goes_and_comes_back(name: str, folder: Path) -> None:
+    sections = {"train": {"steps": 4, "optimizer": {"name": name}}}
+    moved, eager, _ = _compared(0, 1, folder, name, sections, "host")
+    assert of_graph(moved)
+    assert differences(moved, eager) == {}
+
+
 FOUR: dict[str, dict[str, Any]] = {
     "shard": {"strategy": {"axes": {"shard": 4}}},
     "replicate-shard": {"strategy": {"axes": {"replicate": 2, "shard": 2}}},

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from tiny_run import LLAMA, metrics, run, run_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from harness import run_ranks
+from hyper_parallel.config import RunConfig
 from hyper_parallel.config.optimizer import (
     AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,
     LionConfig,
 )
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.errors import ConfigError, StrategyError
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.optimizer import build_optimizer
@@ -218,3 +222,43 @@ def test_a_split_inside_a_block_is_refused_with_a_block_that_fits() -> None:
     found = re.search(r"set train.optimizer.block=(\d+)", said)
     assert found is not None
     assert run_ranks(_refused, 2, int(found[1]))[0] == ""
+
+
+def _half_and_on(rank: int, world: int, folder: Path, optimizer: dict[str, Any], engine: str) -> None:
+    """Three steps on two workers, with the schedule of six."""
+    run(_six_steps(folder, "moved", optimizer, engine, steps=3, strategy={"axes": {"shard": 2}}))
+
+
+def _six_steps(folder: Path, name: str, optimizer: dict[str, Any], engine: str, **more: Any) -> RunConfig:
+    train = {"steps": more.pop("steps", 6), "engine": engine, "optimizer": optimizer, "sample": False,
+             "schedule": {"name": "constant"}, "eval": {"batches": 1}}  # fmt: skip
+    return run_config(folder, name, train=train, model={"config": {**LLAMA, "hidden_size": 64}}, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("adafactor", "graph"),
+        ("adamw_8bit", "eager"),
+        pytest.param("lion", "eager", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_run_goes_on_with_another_strategy(name: str, engine: str, tmp_path: Path) -> None:
+    """On one worker after two; the losses are those of one device throughout."""
+    optimizer = {"name": name, "lr": 1e-3}
+    straight = _six_steps(tmp_path, "straight", optimizer, engine)
+    run(straight)
+    run_ranks(_half_and_on, 2, tmp_path, optimizer, engine)
+    moved = _six_steps(tmp_path, "moved", optimizer, engine)
+    assert run(moved).resumed_from == 3
+    expected, found = metrics(straight, "loss"), metrics(moved, "loss")
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=2e-4)
+    if name == "adamw_8bit":
+        other = moved.model_copy(
+            update={
+                "train": moved.train.model_copy(update={"optimizer": AdamW8bitConfig(name=name, block=16)})
+            }
+        )
+        with pytest.raises(ConfigError, match=r"train\.optimizer\.block was 256 and is 16"):
+            run(other)

@@ -68,3 +68,9 @@ def test_shapes_at_known_points() -> None:
     wsd = schedule(ScheduleConfig(name="wsd", floor=0.0, decay=0.4), 10)
     assert [wsd(s) for s in range(10)] == pytest.approx([1] * 6 + [0.75, 0.5, 0.25, 0.0])
     assert {schedule(ScheduleConfig(name="constant"), 5)(s) for s in range(9)} == {1.0}
+
+
+def test_a_warm_up_below_one_is_a_share_of_the_steps() -> None:
+    for steps, share, expected in ((100, 0.2, 20), (155, 0.03, 5), (3, 0.2, 1), (1000, 0.07, 70)):
+        found, whole = (schedule(ScheduleConfig(warmup=warmup), steps) for warmup in (share, expected))
+        assert [found(step) for step in range(steps)] == [whole(step) for step in range(steps)]

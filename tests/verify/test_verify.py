@@ -63,12 +63,19 @@ def test_a_right_strategy_is_right(run_file: dict[str, Any]) -> None:
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_in_bfloat16_with_either_optimizer(run_file: dict[str, Any], optimizer: str) -> None:
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"name": "adamw"},
+    {"name": "muon"},
+    {"name": "lion"},
+    {"name": "adafactor", "scale_parameter": True, "weight_decay": 0.1},
+    {"name": "adamw_8bit", "block": 16},
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one["name"])
+def test_in_bfloat16_with_each_optimizer(run_file: dict[str, Any], optimizer: dict[str, Any]) -> None:
     strategy = {**STRATEGY, "precision": {"compute": "bfloat16"}}
-    report = verify_file(
-        config_of(run_file, strategy=strategy, train={"batch": 4, "optimizer": {"name": optimizer}})
-    )
+    report = verify_file(config_of(run_file, strategy=strategy, train={"batch": 4, "optimizer": optimizer}))
     assert report.ok, report.failures
 
 

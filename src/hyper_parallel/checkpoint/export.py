@@ -16,19 +16,15 @@ import torch
 
 from hyper_parallel.checkpoint import stream
 from hyper_parallel.checkpoint.durable import explain, fsync_folder, write_file
+from hyper_parallel.checkpoint.merged_adapters import MODEL, ModelTensors, SavedTensor
 from hyper_parallel.checkpoint.reader import Checkpoint
-from hyper_parallel.checkpoint.shard import Piece, dtype_name
+from hyper_parallel.checkpoint.shard import dtype_name
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.layout import Layout, Mesh
-from hyper_parallel.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-MODEL = "model."
-"""Prefix of the model's tensors in a checkpoint, before the parameter's name."""
 _ORIGINS = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file")
 _CONFIGS = ("_config.json", "special_tokens_map.json")
-_WHOLE = Mesh(("replicate", 1))
 
 
 def export(
@@ -42,8 +38,9 @@ def export(
 
     `out` gets ``config.json`` (``state["model_config"]``, with the written dtype), the checkpoint's assets (tokenizer
     files, ``generation_config.json``) without any names of local folders, and ``model.safetensors``, split into several
-    files with an index above `shard_bytes`. ``AutoModelForCausalLM.from_pretrained(out)`` loads it. Floating-point
-    tensors are written as they were saved, or as `dtype`. One tensor at a time is in memory; every byte is verified.
+    files with an index above `shard_bytes`. LoRA adapters that a run trained are merged into the weights.
+    ``AutoModelForCausalLM.from_pretrained(out)`` loads it. Floating-point tensors are written as they were saved, or as
+    `dtype`. One tensor at a time is in memory, with its adapter; every byte is verified.
 
     Raises CheckpointError if the checkpoint is damaged or was saved without the model's config, if `out`
     exists and is not an empty folder, or if it cannot be written; no partial folder is left.
@@ -62,19 +59,15 @@ def export(
             f"{source.path} holds no model config, so that no config.json can be written; save it as "
             "state['model_config'] (config.to_dict())"
         )
-    model = [name for name in source.tensors if name.startswith(MODEL)]
+    tensors = ModelTensors(source)
+    model = tensors.saved
     if MODEL + stream.METADATA in model:
         raise CheckpointError(
             f"{source.path} holds a tensor that is called {stream.METADATA!r}, as no file can name one"
         )
-    if any(name.startswith(f"{MODEL}base_model.model.") for name in model):
-        raise CheckpointError(
-            f"{source.path} holds adapters within their base model, which no plain folder has; resume the run from it, "
-            "or train inside Transformers' Trainer, whose save_model writes PEFT's folder (docs/transformers.md)"
-        )
     if not model:
         raise CheckpointError(f"{source.path} holds no tensor whose name begins with {MODEL!r}")
-    kinds = {name: _kind(source, name, dtype) for name in model}
+    kinds = {name: _kind(saved.dtype, dtype) for name, saved in model.items()}
     floating = {kind for kind in kinds.values() if kind.is_floating_point}
     config = without_origin(config)
     files = {name: _without_origin(name, source.asset(name)) for name in source.assets}
@@ -92,13 +85,13 @@ def export(
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
-        shards = _shards(source, kinds, shard_bytes)
+        shards = _shards(model, kinds, shard_bytes)
         if len(shards) > 1:
-            files["model.safetensors.index.json"] = _index(source, kinds, shards)
+            files["model.safetensors.index.json"] = _index(model, kinds, shards)
         for file, data in files.items():
             write_file(partial / file, [data])
-        for file, tensors in shards.items():
-            write_file(partial / file, _chunks(source, kinds, tensors))
+        for file, names in shards.items():
+            write_file(partial / file, _chunks(tensors, kinds, names))
         fsync_folder(partial)
         os.rename(partial, target)
         fsync_folder(target.parent)
@@ -126,21 +119,20 @@ def _without_origin(name: str, data: bytes) -> bytes:
         return data
 
 
-def _kind(source: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    saved = source.tensors[name].dtype
+def _kind(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and saved.is_floating_point else saved
 
 
-def _bytes(source: Checkpoint, name: str, kinds: dict[str, torch.dtype]) -> int:
-    return math.prod(source.tensors[name].shape) * kinds[name].itemsize
+def _bytes(saved: SavedTensor, kind: torch.dtype) -> int:
+    return math.prod(saved.shape) * kind.itemsize
 
 
-def _shards(source: Checkpoint, kinds: dict[str, torch.dtype], limit: int) -> dict[str, list[str]]:
+def _shards(model: dict[str, SavedTensor], kinds: dict[str, torch.dtype], limit: int) -> dict[str, list[str]]:
     """File name to its tensors; each file has at most `limit` bytes, unless a single tensor is larger."""
     groups: list[list[str]] = [[]]
     room = limit
     for name in kinds:
-        size = _bytes(source, name, kinds)
+        size = _bytes(model[name], kinds[name])
         if size > room and groups[-1]:
             groups.append([])
             room = limit
@@ -156,26 +148,21 @@ def _shards(source: Checkpoint, kinds: dict[str, torch.dtype], limit: int) -> di
     }
 
 
-def _index(source: Checkpoint, kinds: dict[str, torch.dtype], shards: dict[str, list[str]]) -> bytes:
-    total = sum(_bytes(source, name, kinds) for name in kinds)
+def _index(
+    model: dict[str, SavedTensor], kinds: dict[str, torch.dtype], shards: dict[str, list[str]]
+) -> bytes:
+    total = sum(_bytes(model[name], kinds[name]) for name in kinds)
     where = {name.removeprefix(MODEL): file for file, group in shards.items() for name in group}
     body = {"metadata": {"total_size": total}, "weight_map": where}
     return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _chunks(
-    source: Checkpoint, kinds: dict[str, torch.dtype], tensors: list[str]
+    tensors: ModelTensors, kinds: dict[str, torch.dtype], names: list[str]
 ) -> Iterator[bytes | memoryview]:
-    entries = {name.removeprefix(MODEL): (kinds[name], source.tensors[name].shape) for name in tensors}
-    yield stream.header(entries, {"format": "pt"})
-    for name in tensors:
-        saved = source.tensors[name]
-        try:
-            whole = torch.empty(saved.shape, dtype=saved.dtype)
-        except RuntimeError as error:
-            size = format_bytes(math.prod(saved.shape) * saved.dtype.itemsize)
-            raise CheckpointError(
-                f"{source.path}: {name} has {size}, which this machine does not have"
-            ) from error
-        source.fill({name: Piece(whole, Layout.replicated(_WHOLE, saved.shape))}, 0)
-        yield stream.raw(whole.to(kinds[name]))
+    saved = tensors.saved
+    yield stream.header(
+        {name.removeprefix(MODEL): (kinds[name], saved[name].shape) for name in names}, {"format": "pt"}
+    )
+    for name in names:
+        yield stream.raw(tensors.whole(name).to(kinds[name]))

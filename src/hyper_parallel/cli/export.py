@@ -17,7 +17,8 @@ def export(checkpoint: Path, out: Path) -> None:
 
     CHECKPOINT is a run's folder (its newest intact checkpoint is exported), its 'checkpoints' folder, or the folder
     of one step; for a Trainer's run, a 'checkpoint-N' or the folder that contains these. A checkpoint of any strategy
-    can be exported. Every byte is verified, and only one tensor at a time is in memory.
+    can be exported; LoRA adapters (model.adapter) are merged into the weights. Every byte is verified, and only one
+    tensor at a time is in memory.
 
     \b
     Examples:

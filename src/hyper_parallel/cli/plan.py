@@ -54,7 +54,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Tokens per sequence; 8k..1M: a row for each doubling, and the longest that fits.",
 )
 @click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8, mxfp8 or nvfp4.")
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw or muon.")
+@click.option(
+    "--optimizer", default="adamw", show_default=True, help="adamw, adamw_8bit, lion, adafactor or muon."
+)
 @click.option("--lora-rank", metavar="N", help="Train adapters of this rank; the model stays frozen.")
 @click.option(
     "--lora-targets",

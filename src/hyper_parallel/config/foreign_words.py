@@ -52,7 +52,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
                           "grad_accum", "accumulate_grad_batches", "micro_batch_size", "local_batch_size",
                           "train_micro_batch_size_per_gpu"),
     "train.clip": ("max_grad_norm", "gradient_clipping", "clip_grad", "grad_clip", "max_norm"),
-    "train.lora": ("lora", "lora_r", "lora_rank", "lora_alpha", "lora_target", "use_peft", "peft", "finetuning_type",
+    "model.adapter": ("lora", "lora_r", "lora_rank", "lora_alpha", "lora_target", "use_peft", "peft", "finetuning_type",
                    "qlora"),
     "train.log_every": ("logging_steps", "log_interval", "log_freq"),
     "train.eval.every": ("eval_steps", "eval_interval", "evaluation_strategy", "eval_strategy"),
@@ -82,7 +82,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Keys of a run file, and what other frameworks call them."""
 
-_INSTEAD: Mapping[str, str] = {"train.lora": "model.adapter", "train.epochs": "train.steps"}
+_INSTEAD: Mapping[str, str] = {"train.epochs": "train.steps"}
 """The key to name in formats that do not have the first one."""
 
 _REMARKS: Mapping[str, str] = {
@@ -92,11 +92,11 @@ _REMARKS: Mapping[str, str] = {
     "strategy.memory.device": "the bytes that a step may hold on a device",
     "strategy.memory.recompute": "layer recomputes every layer",
     "strategy.precision.compute": "float32 or bfloat16",
-    "train.schedule.warmup": "a number of steps",
+    "train.schedule.warmup": "a number of steps, or below 1 a share of them",
     "train.batch": "the sequences of a step on all ranks together",
     "train.micro_batch": "the sequences that a rank computes at once; train.batch is the batch of all ranks, and the "
     "accumulation follows",
-    "model.adapter": "a section such as {rank: 16}",
+    "model.adapter": "LoRA: {rank: 8} to train one; for generate, a folder as peft's save_pretrained writes it",
 }  # fmt: skip
 
 _VALUES: Mapping[str, str] = {

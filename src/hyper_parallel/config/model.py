@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -23,12 +23,28 @@ _MOST = (("layer", 10_000), ("expert", 100_000))
 class AdapterConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685) of the library peft; the model's own weights are frozen."""
 
+    reserved: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("dora", "use_dora"),
+        "DoRA's magnitudes begin as norms of the base model's weights, which have no values yet when a run file's "
+        "model gets its adapters; Transformers' Trainer trains it (docs/transformers.md)",
+    )
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "r": "write rank",
+        "lora_alpha": "write alpha",
+        "lora_dropout": "write dropout",
+        "target_modules": "write targets",
+        "use_rslora": "write rslora",
+    }
+
     rank: PositiveInt
     """Columns of an adapter's first matrix."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers that have one, by the ends of their names, such as q_proj; `all-linear`: all but the head."""
     alpha: PositiveInt | None = None
-    """What the adapter's result is multiplied with, times 1 / rank. Default: twice the rank."""
+    """What the adapter's result is multiplied with, times 1 / rank, or 1 / √rank with `rslora`. Default: twice the
+    rank."""
+    rslora: bool = False
+    """Whether an adapter's result is scaled by alpha / √rank in place of alpha / rank (arXiv 2312.03732)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is dropped while it trains."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -23,6 +24,8 @@ class _Optimizer(Section):
 
 class AdamWConfig(_Optimizer):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {"fused": "PyTorch's fused kernel is always used; leave it out"}
 
     name: Literal["adamw"] = "adamw"
     lr: Rate = 3e-4

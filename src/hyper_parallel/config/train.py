@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig
 from hyper_parallel.strategy.section import Section
@@ -19,12 +20,17 @@ class ScheduleConfig(Section):
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """`wsd` is warm-up, stable, decay (arXiv 2404.06395): constant, then linear over the last `decay` steps."""
-    warmup: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up from 0."""
+    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = 0
+    """Steps of linear warm-up from 0; below 1, a share of all steps, rounded up."""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The final learning rate as a share of the peak, for `cosine`, `linear` and `wsd`."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of all steps over which `wsd` decays."""
+
+    def warmup_steps(self, steps: int) -> int:
+        """The steps of warm-up of a run of `steps`."""
+        # What a product rounds up by is no step.
+        return self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * steps - 1e-9)
 
 
 class LossConfig(Section):
@@ -92,7 +98,9 @@ class TrainConfig(Section):
     """Whether captured steps are kept in `data.cache`, and read by later runs of the same step (docs/graph.md). False
     captures each time."""
     steps: PositiveInt = 100
-    """Optimizer steps."""
+    """Optimizer steps. With `epochs` they are computed from the data, and `steps` is left out or null."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over the training data, in place of `steps`: their sequences over `batch`, rounded up to whole steps."""
     batch: PositiveInt = 32
     """Sequences per optimizer step, over all workers."""
     micro_batch: PositiveInt | None = None
@@ -133,6 +141,23 @@ class TrainConfig(Section):
         # A discriminated union has no default kind: `optimizer: {lr: 1e-3}` means the default one.
         return {"name": "adamw", **given} if isinstance(given, Mapping) else given
 
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_or_epochs(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        steps, epochs = given.get("steps"), given.get("epochs")
+        if steps is not None and epochs is not None:
+            raise ValueError(
+                f"give either 'steps' ({steps}) or 'epochs' ({epochs}), and leave the other out or set it to null"
+            )
+        return {key: value for key, value in given.items() if key != "steps" or value is not None}
+
+    @field_serializer("steps")
+    def _only_epochs(self, steps: int) -> int | None:
+        # A file that is written from these values computes the steps again.
+        return steps if self.epochs is None else None
+
     @model_validator(mode="after")
     def _batches_divide(self) -> TrainConfig:
         if self.micro_batch is not None and self.batch % self.micro_batch:
@@ -143,9 +168,14 @@ class TrainConfig(Section):
             raise ValueError(
                 "'profile' measures the operators of a graph; set engine to graph, or leave it out"
             )
-        if self.schedule.warmup > self.steps:
+        if self.epochs is None:
+            self.check_warmup()
+        return self
+
+    def check_warmup(self) -> None:
+        """Raises ValueError where warm-up is longer than the run."""
+        if self.schedule.warmup_steps(self.steps) > self.steps:
             raise ValueError(
                 f"'schedule.warmup' ({self.schedule.warmup}) is longer than 'steps' ({self.steps}); "
-                "make it shorter as well, or 0"
+                "add train.schedule.warmup=0, or a share of the steps such as train.schedule.warmup=0.1"
             )
-        return self

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.checkpoint import Piece, Ranks, Writer, folder_names, verify
-from hyper_parallel.checkpoint.export import MODEL
+from hyper_parallel.checkpoint.merged_adapters import MODEL
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.compat import fsdp
 from hyper_parallel.errors import CheckpointError

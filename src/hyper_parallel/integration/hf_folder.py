@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.checkpoint.export import MODEL
+from hyper_parallel.checkpoint.merged_adapters import MODEL
 from hyper_parallel.checkpoint.shard import dtype_name
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.paged_out_parameters import present

@@ -26,6 +26,7 @@ def with_adapters(model: nn.Module, declared: AdapterConfig) -> nn.Module:
         lora_alpha=declared.alpha or 2 * declared.rank,
         lora_dropout=declared.dropout,
         target_modules=targets,
+        use_rslora=declared.rslora,
     )
     try:
         with torch.device("meta"):

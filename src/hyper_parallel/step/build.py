@@ -27,6 +27,7 @@ from hyper_parallel.shard.rules import has_encoder
 from hyper_parallel.step.adapters import with_adapters
 from hyper_parallel.step.compile_options import artifacts_of
 from hyper_parallel.step.engine import check_length, try_graph
+from hyper_parallel.step.epochs import with_steps
 from hyper_parallel.step.graph_cache import Graphs, eagerly
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.multimodal import (
@@ -102,6 +103,7 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     DataError.
     """
     plain, text = unsharded(config, model)
+    config = with_steps(config, text)
     # Counted before the weights are split.
     flops = language_flops(plain) if text.media else flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)

@@ -24,7 +24,7 @@ Schedule = Callable[[int], float]
 
 def schedule(config: ScheduleConfig, steps: int) -> Schedule:
     """The schedule that `config` declares over `steps` updates; steps at and beyond the last stay at the floor."""
-    warmup, floor = config.warmup, config.floor
+    warmup, floor = config.warmup_steps(steps), config.floor
     shape = {
         "cosine": _cosine,
         "linear": _linear,

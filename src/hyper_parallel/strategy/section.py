@@ -39,6 +39,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     reserved: ClassVar[Mapping[str, str]] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Keys of other tools, and keys of another section, with what to write in their place."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -83,6 +85,8 @@ class Section(BaseModel):
     def _hint(cls, key: str, known: set[str]) -> str:
         if key in cls.reserved:
             return f"not built yet: {cls.reserved[key]}; remove it from the file"
+        if key in cls.elsewhere:
+            return f"unknown key; {cls.elsewhere[key]}"
         written = [
             name for name in known if name not in cls.model_fields or not cls.model_fields[name].exclude
         ]

@@ -20,9 +20,10 @@ from torch import nn
 
 from hyper_parallel.checkpoint import Found, Piece, Ranks, Writer, folder_names, newest, of_step, read
 from hyper_parallel.checkpoint.durable import explain
-from hyper_parallel.checkpoint.export import MODEL
 from hyper_parallel.checkpoint.folder_names import ASSETS
 from hyper_parallel.checkpoint.health import LARGEST_FINITE, LARGEST_WEIGHT, VERDICT, pass_over
+from hyper_parallel.checkpoint.merged_adapters import MODEL, merge_state
+from hyper_parallel.checkpoint.merged_adapters import STATE as LORA
 from hyper_parallel.checkpoint.rank_agreement import agree, ranks_of
 from hyper_parallel.checkpoint.verify import read_marker, reason_to_pass_over
 from hyper_parallel.config import RunConfig
@@ -277,6 +278,7 @@ class RunCheckpoints:
                 "identity": self._identity(),
                 "config": self._config.model_dump(mode="json"),
                 "model_config": self._built.model_config,
+                **({LORA: merge} if (merge := merge_state(self._built.model)) is not None else {}),
             },
             assets=self._assets,
             largest=self._largest(),

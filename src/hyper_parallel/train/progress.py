@@ -77,8 +77,9 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def summary(self, summary: Summary, trackers: list[str], file: str) -> None:
-        """The table at the end, the sample, and the commands to try next. `file` is the run file to go on with."""
+    def summary(self, summary: Summary, trackers: list[str], file: str, epochs: float | None = None) -> None:
+        """The table at the end, the sample, and the commands to try next. `file` is the run file to go on with;
+        `epochs`: those of a run that is declared in them."""
         self.close()
         table = Table(box=None, show_header=False, pad_edge=False)
         for label, text in summary.rows():
@@ -89,7 +90,7 @@ class Progress:
             self._console.print(Text("\nsample", style="bold"))
             self.note(summary.sample)
         self._console.print(Text("\nnext", style="bold"))
-        for command in _commands(summary, trackers, file):
+        for command in _commands(summary, trackers, file, epochs):
             self.note(f"  {command}")
 
 
@@ -142,8 +143,9 @@ def shown(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _commands(summary: Summary, trackers: list[str], file: str) -> list[str]:
-    more = "" if summary.stopped else f" train.steps={summary.steps * 2}"
+def _commands(summary: Summary, trackers: list[str], file: str, epochs: float | None) -> list[str]:
+    longer = f" train.steps={summary.steps * 2}" if epochs is None else f" train.epochs={epochs * 2:g}"
+    more = "" if summary.stopped else longer
     commands = [f"{command_path('hyper-parallel')} train {shlex.quote(file)}{more}"]
     if summary.checkpoint is not None:
         target = shlex.quote(f"{summary.out}/export")

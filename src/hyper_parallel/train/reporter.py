@@ -88,7 +88,7 @@ class Reporter:
         if self._progress is not None:
             summary.write()
             run_file = str(Path(self._config.out) / RUN_FILE)
-            self._progress.summary(summary, list(self._config.trackers), run_file)
+            self._progress.summary(summary, list(self._config.trackers), run_file, self._config.train.epochs)
 
     def _open_files(self, start: int) -> Trackers:
         out = Path(self._config.out)

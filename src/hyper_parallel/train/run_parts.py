@@ -18,6 +18,7 @@ from hyper_parallel.shard.experts.load_balancing import has_biases
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import Built, build, fill
 from hyper_parallel.step.capture_train_step import state as state_of
+from hyper_parallel.step.epochs import with_steps
 from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.profiling import Profiling
 from hyper_parallel.step.recipe import Recipe
@@ -58,8 +59,10 @@ class RunParts:
     @classmethod
     def of(cls, config: RunConfig, model: nn.Module | None, worker: Worker) -> RunParts:
         """Raises what `step.build.build` does, and ConfigError for a bias rate of a model without such biases."""
-        train, device = config.train, worker.device
+        device = worker.device
         built = build(config, model, device)
+        config = with_steps(config, built.text)
+        train = config.train
         handle = sharded(built.model)
         # Now, so that a prompt that the chat template does not take costs no run.
         prompt = built.text.prompt(train.sample.prompt) if train.sample else []

@@ -17,6 +17,7 @@ from hyper_parallel.errors import CheckpointError, HyperParallelError
 from hyper_parallel.launch import Worker, stop
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.report.waiting import announcing
+from hyper_parallel.step.epochs import epochs_line
 from hyper_parallel.train.checkpoint_state import RunState
 from hyper_parallel.train.launch_workers import alone, run_on_workers
 from hyper_parallel.train.progress import shown
@@ -70,7 +71,7 @@ class _Run:
     """One run on one rank: resumed, trained, sampled, summed up; closed however it ends."""
 
     def __init__(self, parts: RunParts) -> None:
-        self._parts, self._config = parts, parts.config
+        self._parts, self._config = parts, parts.config  # with the steps of its epochs
         self._vote = StopVote(parts.worker.world)
 
     def run(self) -> Summary:
@@ -108,7 +109,9 @@ class _Run:
         state = resumed or RunState()
         parts.reporter.open(state.step)
         plans = parts.built.budget.plans if parts.built.budget is not None else []
-        for note in (*plans, *notes):
+        train, rows = self._config.train, parts.built.text.order.length
+        told = [epochs_line(train.epochs, rows, train.steps)] if train.epochs is not None else []
+        for note in (*told, *plans, *notes):
             parts.reporter.note(note)
         return state
 
@@ -116,8 +119,9 @@ class _Run:
         parts, steps, start = self._parts, self._config.train.steps, state.step
         loop = StepLoop(parts, state, self._vote)
         if start >= steps:
+            key = "steps" if self._config.train.epochs is None else "epochs"
             parts.reporter.note(
-                f"nothing left to train: step {start} of {steps} is done; raise train.steps to go on"
+                f"nothing left to train: step {start} of {steps} is done; raise train.{key} to go on"
             )
         if state.eval_before is None and start == 0:
             with stop.interruptible():

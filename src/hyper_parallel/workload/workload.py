@@ -16,7 +16,7 @@ Formats, 2023); `nvfp4` one for each 16 of 4 bits. Other operators of the last t
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "adamw_8bit", "lion", "adafactor", "muon")
 
 
 @dataclass(frozen=True)

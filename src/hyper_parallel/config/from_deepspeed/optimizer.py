@@ -6,7 +6,7 @@ from hyper_parallel.config.from_deepspeed.source import Source
 
 
 def convert_optimizer(source: Source) -> None:
-    """Writes `train.optimizer` for AdamW and for Adam with decoupled decay."""
+    """Writes `train.optimizer` for AdamW, for Adam with decoupled decay, and for Lion."""
     key, params = "optimizer.type", "optimizer.params"
     name = source.text(key)
     peak = _peak(source)
@@ -17,6 +17,9 @@ def convert_optimizer(source: Source) -> None:
             source.write("train.optimizer.lr", peak, _PEAK, note=_origin(source))
         elif name is not None:
             source.leave(_PEAK, "a rate of that optimizer; train.optimizer.lr is the peak of this one")
+        return
+    if name is not None and name.lower() == "lion":
+        _convert_lion(source, peak)
         return
     decoupled = "" if name == "AdamW" else "decay is decoupled, as in DeepSpeed's Adam by default"
     source.write("train.optimizer.name", "adamw", key, "optimizer.params.adam_w_mode", note=decoupled)
@@ -34,15 +37,28 @@ def convert_optimizer(source: Source) -> None:
         source.write(f"train.optimizer.{ours}", value, f"{params}.{ours}", note=note)
 
 
+def _convert_lion(source: Source, peak: float | None) -> None:
+    source.write("train.optimizer.name", "lion", "optimizer.type")
+    _learning_rate(source, peak, default=1e-4)
+    _betas(source, default=(0.9, 0.99))
+    key = "optimizer.params.weight_decay"
+    value, note = _filled(source, key, "weight_decay", 0.0)
+    note = "; ".join(part for part in (note, "norms and biases are not decayed") if part)
+    source.write("train.optimizer.weight_decay", value, key, note=note)
+
+
 def _no_counterpart(source: Source, name: str | None) -> str | None:
-    """Why an optimizer has no counterpart; None for AdamW."""
+    """Why an optimizer has no counterpart; None for AdamW and Lion."""
     known = name.lower() if name else None
     if known is None:
         return "'type' is missing, and no optimizer is built without it"
     if known == "muon":
         return "updates are scaled differently by train.optimizer: {name: muon}; write it there (docs/training.md)"
-    if known not in ("adam", "adamw"):
-        return "no counterpart: train.optimizer is adamw or muon, or one that you register (docs/training.md)"
+    if known not in ("adam", "adamw", "lion"):
+        return (
+            "no counterpart: train.optimizer is adamw, adamw_8bit, lion, adafactor or muon, or one that you register "
+            "(docs/training.md)"
+        )
     decoupled = source.flag("optimizer.params.adam_w_mode")
     if known == "adam" and decoupled is False:
         return "no counterpart: Adam with decay in the gradient; train.optimizer is AdamW"
@@ -66,9 +82,9 @@ def _origin(source: Source) -> str:
     return f"the peak of the scheduler{default}, replaces the optimizer's rate"
 
 
-def _learning_rate(source: Source, peak: float | None) -> None:
+def _learning_rate(source: Source, peak: float | None, default: float = 1e-3) -> None:
     own = "optimizer.params.lr"
-    value, note = _filled(source, own, "learning_rate", 1e-3)
+    value, note = _filled(source, own, "learning_rate", default)
     if peak is not None:
         source.write("train.optimizer.lr", peak, _PEAK, own, note=_origin(source))
     elif value <= 0:
@@ -79,14 +95,14 @@ def _learning_rate(source: Source, peak: float | None) -> None:
         source.write("train.optimizer.lr", value, own, note=note)
 
 
-def _betas(source: Source) -> None:
+def _betas(source: Source, default: tuple[float, float] = (0.9, 0.999)) -> None:
     key = "optimizer.params.betas"
     found = source.value(key)
     note = "DeepSpeed's default" if found is None else ""
     if found == "auto":
         (first, note), (second, _) = source.filled("adam_beta1"), source.filled("adam_beta2")
         found = [first, second]
-    found = [0.9, 0.999] if found is None else found
+    found = list(default) if found is None else found
     right = isinstance(found, list) and len(found) == 2
     if not right or not all(type(one) in (int, float) and 0 <= one < 1 for one in found):
         raise source.error(key, "must be two numbers from 0 to below 1, or auto", found)
