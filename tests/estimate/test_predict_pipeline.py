@@ -261,7 +261,8 @@ def test_the_command_tells_stages_and_bubbles_and_draws_them(tmp_path: Path) -> 
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     code, said = _run("--cluster", "h100x4", "--trace", str(trace), "--html", str(page))
     assert code == 0, said
-    assert said.startswith("predicted step of 4 ranks in 2 classes on h100x4")
+    assert said.startswith("simulated: a step takes ")
+    assert "predicted step of 4 ranks in 2 classes on h100x4" in said
     assert "predicted: device groups of the pipeline" in said
     assert "simulated bubble" in said
     assert "slowest is group" in said

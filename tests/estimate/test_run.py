@@ -28,7 +28,8 @@ def test_the_command_tells_time_and_memory_and_writes_what_is_asked_for(tmp_path
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     code, said = _run("--cluster", "h100x4", "--ranks", "4", "--trace", str(trace), "--html", str(page))
     assert code == 0
-    assert said.startswith("predicted step of 4 ranks on h100x4")
+    assert said.startswith("simulated: a step takes ")
+    assert "predicted step of 4 ranks on h100x4" in said
     assert "simulated: " in said
     assert "it fits: predicted peak" in said
     assert "collectives by axis" in said
