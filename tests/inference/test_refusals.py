@@ -46,6 +46,14 @@ def test_positions() -> None:
         Generator(small("llama"), max_tokens=590)([[1] * 10])
 
 
+def test_an_answer_of_no_stated_length_ends_where_positions_do() -> None:
+    generator = Generator(small("llama", max_position_embeddings=40, eos_token_id=None))
+    (answer,) = generator([[1] * 10])
+    assert (len(answer.tokens), answer.finish) == (30, "length")
+    with pytest.raises(UnsupportedModelError, match="41 tokens, and the model has 40 positions"):
+        generator([[1] * 40])
+
+
 def test_rotary_positions_that_depend_on_the_batch() -> None:
     scaling = {
         "rope_type": "dynamic",

@@ -8,13 +8,14 @@ from pydantic import Field, model_validator
 
 from hyper_parallel.strategy.section import Section
 
+USUAL_TOKENS = 256
+"""Tokens of an answer, at most, where nothing says how many."""
 
-class Sampling(Section):
+
+class Drawing(Section):
     """How tokens are chosen. The order of the steps is that of Transformers: repetition penalty, temperature, top-k,
     top-p."""
 
-    max_tokens: int = Field(default=256, ge=1, strict=True)
-    """Tokens of an answer, at most."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 takes the most likely token (greedy); above it, logits are divided by it and a token is drawn."""
     top_k: int | None = Field(default=None, ge=1, strict=True)
@@ -36,8 +37,18 @@ class Sampling(Section):
         return self.repetition_penalty == 1 and self.top_k is None and (self.top_p is None or self.top_p == 1)
 
 
-class Inference(Sampling):
+class Sampling(Drawing):
+    """How the tokens of one answer are chosen, and how many."""
+
+    max_tokens: int = Field(default=USUAL_TOKENS, ge=1, strict=True)
+    """Tokens of an answer, at most."""
+
+
+class Inference(Drawing):
     """Generation: how answers are drawn, and how requests share the device."""
+
+    max_tokens: int | None = Field(default=None, ge=1, strict=True)
+    """Tokens of an answer, at most. Default: 256, or fewer where the prompt leaves the model fewer positions."""
 
     n: int = Field(default=1, ge=1, strict=True)
     """Answers to each prompt."""
@@ -66,9 +77,11 @@ class Inference(Sampling):
             )
         return self
 
-    def sampling(self) -> Sampling:
-        """The part that says how tokens are chosen."""
-        return Sampling(**{name: getattr(self, name) for name in Sampling.model_fields})
+    def sampling(self, room: int | None = None) -> Sampling:
+        """How the tokens of one answer are chosen. `room`: positions that the model has behind the prompt."""
+        drawing = {name: getattr(self, name) for name in Drawing.model_fields}
+        usual = USUAL_TOKENS if room is None else max(1, min(room, USUAL_TOKENS))
+        return Sampling(**drawing, max_tokens=self.max_tokens or usual)
 
 
 class PredictedInference(Inference):

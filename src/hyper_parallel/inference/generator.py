@@ -23,7 +23,7 @@ from hyper_parallel.inference.budget.memory_budget import MemoryBudget
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.load_model import load, load_within
-from hyper_parallel.inference.model_support import check_length, check_model, prove
+from hyper_parallel.inference.model_support import check_length, check_model, longest_text, prove
 from hyper_parallel.inference.pinned_prompts import pinned_prompts
 from hyper_parallel.inference.prompt_file import is_text
 from hyper_parallel.inference.ragged_pass import BLOCK
@@ -240,7 +240,8 @@ class Generator:
         Raises UnsupportedModelError for one that is longer than the model reads, DataError for a token that it does not
         have.
         """
-        sampling = settings.sampling()
+        most = longest_text(self._config)
+        sampling = settings.sampling(None if most is None else most - len(ids))
         check_length(self._config, len(ids) + sampling.max_tokens)
         if not 0 <= min(ids) <= max(ids) < self._config.vocab_size:
             raise DataError(

@@ -68,7 +68,7 @@ def check_model(model: nn.Module) -> Any:
 
 def check_length(config: Any, tokens: int) -> None:
     """Raise UnsupportedModelError if requests of so many tokens, prompt and answer, are longer than the model reads."""
-    most = _positions(config)
+    most = longest_text(config)
     if most is not None and tokens > most:
         raise UnsupportedModelError(
             f"a prompt and its answer have {tokens} tokens, and the model has {most} positions; lower "
@@ -84,7 +84,7 @@ def check_length(config: Any, tokens: int) -> None:
             )
 
 
-def _positions(config: Any) -> int | None:
+def longest_text(config: Any) -> int | None:
     """The longest text that the model reads; None if its config names none."""
     found = getattr(config, "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
@@ -106,7 +106,7 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
     model: Any = engine.model
     name = type(model).__name__
     page = engine.page
-    positions = _positions(config) or 4 * page
+    positions = longest_text(config) or 4 * page
     lengths = [length for length in (page + page // 2, 3, 2 * page + 1) if length + 3 <= positions]
     if not lengths:
         raise UnsupportedModelError(f"{name} has {positions} positions, too few to compare it with itself")
