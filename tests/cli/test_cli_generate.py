@@ -68,6 +68,19 @@ def test_a_prompt_and_a_file_have_the_same_answer(folder: Path) -> None:
     assert "2 of 2 answers" in done.stderr
 
 
+def test_a_message_has_the_answer_that_a_file_of_messages_has(folder: Path) -> None:
+    done = generate(
+        folder, "model", "--input", "prompts.jsonl", "--out", "chat.jsonl", "inference.max_tokens=9"
+    )
+    assert done.returncode == 0, done.stderr
+    said = [answers(folder / "chat.jsonl")[1]["text"]]
+    for more in ([], ["strategy.axes.tensor=2"]):
+        printed = generate(folder, "model", "--chat", "return?", "inference.max_tokens=9", *more)
+        assert printed.returncode == 0, printed.stderr
+        said.append(printed.stdout.removesuffix("\n"))
+    assert said[0] == said[1] == said[2]
+
+
 def test_sampling_is_a_function_of_the_seed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +99,7 @@ def test_sampling_is_a_function_of_the_seed(
         (["nowhere", "--prompt", "a"], "nowhere: no such folder"),
         (["model", "--prompt", ""], "--prompt is empty"),
         (["model", "--prompt", "a" * 600], "has 512 positions"),
-        (["model"], "give --prompt or --input"),
+        (["model"], "give --prompt, --chat or --input"),
         (["model", "--input", "prompts.jsonl"], "--input needs --out"),
         (["model", "--input", "prompts.jsonl", "--out", "prompts.jsonl"], "is the input"),
         (["model", "--input", "prompts.jsonl", "--out", "none/a.jsonl"], "no such folder"),

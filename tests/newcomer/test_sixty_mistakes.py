@@ -281,7 +281,9 @@ MISTAKES = {
     "no file": line(
         "train", says=r"hyper-parallel train: missing argument 'FILE'; see hyper-parallel train --help"
     ),
-    "generate without a prompt": line("generate", "base", says=r"give --prompt or --input, one of them"),
+    "generate without a prompt": line(
+        "generate", "base", says=r"give --prompt, --chat or --input, one of them"
+    ),
     "max_new_tokens": line(
         "generate",
         "base",

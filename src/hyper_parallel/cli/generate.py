@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 @click.command(short_help="Generate text with a trained model.")
 @click.argument("model", type=click.Path())
 @click.argument("overrides", nargs=-1)
-@click.option("--prompt", help="Answer this prompt, and print the answer.")
+@click.option("--prompt", metavar="TEXT", help="Continue this text as it is, and print the continuation.")
+@click.option(
+    "--chat",
+    metavar="TEXT",
+    help="Answer this message of a user, through the model's chat template, and print the answer.",
+)
 @click.option(
     "--input", "source", type=click.Path(path_type=Path), help="Answer the prompts of this JSONL file."
 )
@@ -34,6 +39,7 @@ def generate(
     model: str,
     overrides: tuple[str, ...],
     prompt: str | None,
+    chat: str | None,
     source: Path | None,
     out: Path | None,
     file: Path | None,
@@ -53,7 +59,7 @@ def generate(
     \b
     Examples:
       hyper-parallel generate runs/quickstart --prompt "def add(a, b):" inference.max_tokens=40
-      hyper-parallel generate Qwen/Qwen3-0.6B --prompt "The capital of France is"
+      hyper-parallel generate Qwen/Qwen3-0.6B --chat "What is the capital of France?"
       hyper-parallel generate exported/quickstart --input prompts.jsonl --out answers.jsonl
       hyper-parallel generate runs/quickstart --prompt "class" inference.temperature=0.8 inference.n=4
       hyper-parallel generate runs/quickstart --prompt "class" strategy.axes.tensor=2
@@ -66,12 +72,12 @@ def generate(
       2    an error in the input, reported in one line
       130  interrupted; finished answers are kept
     """
-    if (prompt is None) == (source is None):
-        raise click.UsageError("give --prompt or --input, one of them")
+    if sum(given is not None for given in (prompt, chat, source)) != 1:
+        raise click.UsageError("give --prompt, --chat or --input, one of them")
     if source is not None and out is None:
         raise click.UsageError("--input needs --out, the file for the answers")
     if out is not None and source is None:
-        raise click.UsageError("--out belongs to --input; the answer to --prompt is printed")
+        raise click.UsageError("--out belongs to --input; other answers are printed")
     from hyper_parallel.cli.hub_models import fetched_model
     from hyper_parallel.config.generate import check_folder, load_generate
     from hyper_parallel.hub.download import Wanted
@@ -82,11 +88,11 @@ def generate(
     with interruptible():
         folder = fetched_model(model, Wanted.MODEL, "MODEL") or folder
         if _on_workers(settings):
-            code = _run_workers(settings, folder, prompt, source, out)
+            code = _run_workers(settings, folder, prompt, chat, source, out)
             if code:
                 sys.exit(code)
-        elif prompt is not None:
-            _answer(folder, prompt, settings)
+        elif prompt is not None or chat is not None:
+            _answer(folder, prompt, chat, settings)
         elif source is not None and out is not None:
             from hyper_parallel.inference.batch import run_batch
 
@@ -103,26 +109,30 @@ def _on_workers(settings: GenerateConfig) -> bool:
 
 
 def _run_workers(
-    settings: GenerateConfig, model: Path, prompt: str | None, source: Path | None, out: Path | None
+    settings: GenerateConfig,
+    model: Path,
+    prompt: str | None,
+    chat: str | None,
+    source: Path | None,
+    out: Path | None,
 ) -> int:
     """Start or join the workers; the exit code."""
     from hyper_parallel import launch
     from hyper_parallel.config.generate import for_workers
 
-    _check(model, prompt, source)
+    _check(model, prompt, chat, source)
     named = {"folder": model, "source": source, "answers": out}
     paths = {key: str(path) for key, path in named.items() if path is not None}
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", ignore_cleanup_errors=True) as temporary:
-        run = for_workers(settings, out=settings.logs or temporary, prompt=prompt, **paths)
+        run = for_workers(settings, out=settings.logs or temporary, prompt=prompt, chat=chat, **paths)
         return launch.run(run, "hyper_parallel.inference.workers.entry:main")
 
 
-def _check(model: Path, prompt: str | None, source: Path | None) -> None:
+def _check(model: Path, prompt: str | None, chat: str | None, source: Path | None) -> None:
     """Refuse what can be seen before a worker is started."""
     from hyper_parallel.hub.hub_id import reading
 
-    if prompt is not None:
-        _check_prompt(prompt)
+    _check_texts(prompt, chat)
     for path, is_there in ((model, model.is_dir()), (source, source is None or source.exists())):
         if path is not None and not is_there:
             what = (
@@ -133,20 +143,23 @@ def _check(model: Path, prompt: str | None, source: Path | None) -> None:
             raise DataError(f"{path}: no such {what}")
 
 
-def _check_prompt(prompt: str) -> None:
-    if not prompt:
-        raise DataError("--prompt is empty; generation needs at least one token to go on from")
-    if not prompt.isascii():
+def _check_texts(prompt: str | None, chat: str | None) -> None:
+    for name, text in (("--prompt", prompt), ("--chat", chat)):
+        if text is None:
+            continue
+        if not text:
+            raise DataError(f"{name} is empty; generation needs at least one token to go on from")
         try:
-            prompt.encode()
+            text.encode()
         except UnicodeEncodeError:
-            raise DataError("--prompt is no text: it has half of a character (a lone surrogate)") from None
+            raise DataError(f"{name} is no text: it has half of a character (a lone surrogate)") from None
 
 
-def _answer(model: Path, prompt: str, settings: GenerateConfig) -> None:
-    _check_prompt(prompt)
+def _answer(model: Path, prompt: str | None, chat: str | None, settings: GenerateConfig) -> None:
+    _check_texts(prompt, chat)
     from hyper_parallel.inference import Generator
+    from hyper_parallel.inference.prompt_file import asked
 
     with Generator(model, memory=settings.strategy.memory, **settings.inference.model_dump()) as generator:
-        for answer in generator([prompt]):
+        for answer in generator([asked(prompt, chat)]):
             click.echo(answer.text)

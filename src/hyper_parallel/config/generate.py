@@ -144,7 +144,9 @@ class GenerateRun(GenerateConfig):
     folder: PathText
     """Of the model."""
     prompt: str | None = None
-    """A prompt, whose answer is printed; or else:"""
+    """A text, whose continuation is printed; or else:"""
+    chat: str | None = None
+    """A user's message, whose answer is printed; or else:"""
     source: PathText | None = None
     """The file of prompts."""
     answers: PathText | None = None

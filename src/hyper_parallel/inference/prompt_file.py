@@ -59,6 +59,14 @@ def read_prompts(path: Path) -> list[Row]:
     return rows
 
 
+def asked(prompt: str | None, chat: str | None) -> str | list[dict[str, str]]:
+    """What one of two options of the command line asks: a text to continue, or the messages of a conversation."""
+    if prompt is not None:
+        return prompt
+    assert chat is not None, "one of the two is given"
+    return [{"role": "user", "content": chat}]
+
+
 def is_text(text: str) -> bool:
     """Whether it can be written as UTF-8, which lone surrogates cannot."""
     try:

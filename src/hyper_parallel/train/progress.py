@@ -151,7 +151,8 @@ def _commands(summary: Summary, trackers: list[str], file: str, epochs: float | 
         target = shlex.quote(f"{summary.out}/export")
         if summary.sample is not None:
             run = shlex.quote(summary.out)
-            commands.append(f"{command_path('hyper-parallel')} generate {run} --prompt 'your text'")
+            asking = "--chat 'your question'" if summary.conversations else "--prompt 'your text'"
+            commands.append(f"{command_path('hyper-parallel')} generate {run} {asking}")
         commands.append(f"{command_path('hyper-parallel')} export {shlex.quote(summary.checkpoint)} {target}")
     if "tensorboard" in trackers:
         commands.append(f"{command_path('tensorboard')} --logdir {shlex.quote(f'{summary.out}/tensorboard')}")

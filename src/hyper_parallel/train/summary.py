@@ -47,6 +47,8 @@ class Summary:
     """Model FLOPs utilisation of this run's steps, None where the device's peak is not known."""
     checkpoint: str | None
     sample: str | None
+    conversations: bool = False
+    """The text has conversations, so that the model answers messages."""
     skipped: int = 0
     """Steps whose loss or gradient norm was not finite and that were left out (`train.on_nonfinite`)."""
     budget: BudgetUse | None = None

@@ -151,6 +151,7 @@ class _Run:
             mfu=rates.get("mfu"),
             checkpoint=str(shown(checkpoint)) if checkpoint is not None else None,
             sample=text,
+            conversations=parts.built.text.conversations,
             skipped=state.skipped,
             budget=None if parts.budget_meter is None else parts.budget_meter.use(),
             profile=None if parts.profiling is None else parts.profiling.written,
