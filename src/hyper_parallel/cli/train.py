@@ -53,6 +53,7 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
         from hyper_parallel import config, launch
         from hyper_parallel.cli.hub_models import fetched
         from hyper_parallel.cli.preflight import check
+        from hyper_parallel.cli.worker_memory import check_memory
         from hyper_parallel.hub.download import Wanted
 
         if resume_from is not None:
@@ -62,6 +63,7 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
             run = config.load(file, [*overrides, "train.profile={}"])
         run = fetched(run, Wanted.MODEL)
         check(run)
+        check_memory(run)
         entry = "planner.auto" if run.open else "train"
         code = launch.run(run, f"hyper_parallel.{entry}.entry:main")
     sys.exit(code)

@@ -1,0 +1,86 @@
+"""Whether the parameters, gradients and optimizer state of CPU workers fit into this machine's memory.
+
+A lower bound in closed form from the model's config, made before any worker starts and without PyTorch: each of the
+`replicate` copies holds parameters, AdamW's two moments (or what another optimizer keeps), and gradients where the
+whole step keeps them; every process takes `PROCESS` beside that. Activations are not counted.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.config.model import read_config
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.launch.launcher_env import detect
+from hyper_parallel.launch.world import workers_of
+from hyper_parallel.units import format_bytes, format_count
+from hyper_parallel.workload.shape import Shape
+
+PROCESS = 0.35 * 2**30
+"""Bytes that a worker takes beside the step's own."""
+MARGIN = 1.2
+"""What is needed may exceed what is available this many times before a run is refused."""
+_MOMENTS = {"adamw": 2.0, "adamw_8bit": 0.5, "lion": 1.0, "muon": 1.0, "adafactor": 0.0}
+"""Values of optimizer state per parameter, at least."""
+
+
+def check_memory(config: RunConfig, available: int | None = None) -> None:
+    """Refuse a run on CPUs whose workers on this machine clearly need more memory than there is.
+
+    Runs with a memory budget or adapters, under a launcher, on accelerators, and of models whose number of parameters
+    is not known from their config are not checked. `available`: bytes, read from the system where not given.
+    Raises ConfigError.
+    """
+    available = _available() if available is None else available
+    if available is None or config.strategy.memory.device is not None or config.model.adapter is not None:
+        return
+    parameters = _parameters(config)
+    if parameters is None or detect(os.environ, config.launch.rendezvous) is not None:
+        return
+    width = 2 if config.strategy.precision.param == "bfloat16" else 4
+    values = 1.0 + _MOMENTS.get(config.train.optimizer.name, 0.0)
+    if config.train.clip is not None or (not config.open and config.micro_batches > 1):
+        values += 1.0  # all gradients are there at once
+    state = parameters * width * values * config.effective_strategy.axes.replicate / config.launch.nodes
+    # Small models may have any number of workers: their pages are shared in part.
+    if state <= MARGIN * available or config.launch.device not in ("auto", "cpu"):
+        return
+    workers = workers_of(config) // config.launch.nodes
+    if config.launch.device == "auto" and _accelerated(workers):
+        return
+    raise ConfigError(
+        f"{workers} CPU worker{'s' * (workers > 1)} on this machine need at least "
+        f"{format_bytes(round(state + workers * PROCESS))} ({format_count(parameters)} parameters with gradients and "
+        f"optimizer state), and {format_bytes(available)} are available; use a smaller model, fewer replicas "
+        "(axes.replicate), or a budget (strategy.memory.device with memory.flash); `inspect` and `simulate` need no "
+        "such memory"
+    )
+
+
+def _parameters(config: RunConfig) -> int | None:
+    """The model's parameters; None where the config does not tell."""
+    fields = dict(read_config(config.model.folder) if config.model.folder else config.model.config or {})
+    fields.setdefault("vocab_size", 1)  # a tokenizer's, which adds little
+    try:
+        return Shape.of_config(fields).parameters
+    except (ConfigError, TypeError, ValueError, ArithmeticError):
+        return None
+
+
+def _accelerated(workers: int) -> bool:
+    """Whether accelerators run so many workers. Needs PyTorch, so it is asked last."""
+    from hyper_parallel import compat
+
+    return compat.backend("auto", workers=workers).name != "cpu"
+
+
+def _available() -> int | None:
+    """Memory that the system could give, swap included; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("MemAvailable:", "SwapFree:"))]
+    return sum(found) or None
