@@ -192,6 +192,12 @@ strategy: {axes: {shard: 2, tensor: 2}}
 """
 
 
+@pytest.fixture(autouse=True)
+def _a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in which no layout is folded."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 def _run(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, **filled: str) -> str:
     text = RUN.replace("VOCABULARY", filled.get("vocabulary", "vocab_size: 64, "))
     path.write_text(text.replace("TOKENIZER", filled.get("tokenizer", "vocab_size: 300")))
