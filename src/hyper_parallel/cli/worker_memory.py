@@ -2,24 +2,22 @@
 
 A lower bound in closed form from the model's config, made before any worker starts and without PyTorch: each of the
 `replicate` copies holds parameters, AdamW's two moments (or what another optimizer keeps), and gradients where the
-whole step keeps them; every process takes `PROCESS` beside that. Activations are not counted.
+whole step keeps them. Activations and what a process takes by itself are not counted.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.config.model import read_config
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.launch.launcher_env import detect
 from hyper_parallel.launch.world import workers_of
+from hyper_parallel.proc import MEMORY, bytes_in
 from hyper_parallel.units import format_bytes, format_count
 from hyper_parallel.workload.shape import Shape
 
-PROCESS = 0.35 * 2**30
-"""Bytes that a worker takes beside the step's own."""
 MARGIN = 1.2
 """What is needed may exceed what is available this many times before a run is refused."""
 _MOMENTS = {"adamw": 2.0, "adamw_8bit": 0.5, "lion": 1.0, "muon": 1.0, "adafactor": 0.0}
@@ -43,19 +41,20 @@ def check_memory(config: RunConfig, available: int | None = None) -> None:
     values = 1.0 + _MOMENTS.get(config.train.optimizer.name, 0.0)
     if config.train.clip is not None or (not config.open and config.micro_batches > 1):
         values += 1.0  # all gradients are there at once
-    state = parameters * width * values * config.effective_strategy.axes.replicate / config.launch.nodes
-    # Small models may have any number of workers: their pages are shared in part.
+    copies = config.effective_strategy.axes.replicate
+    state = parameters * width * values * copies / config.launch.nodes
+    # What a process takes beside it is left out: it is not measured, and small models may have any number of workers.
     if state <= MARGIN * available or config.launch.device not in ("auto", "cpu"):
         return
     workers = workers_of(config) // config.launch.nodes
     if config.launch.device == "auto" and _accelerated(workers):
         return
+    mend = "share the parameters (axes.shard in place of replicate), " if copies > 1 else ""
     raise ConfigError(
         f"{workers} CPU worker{'s' * (workers > 1)} on this machine need at least "
-        f"{format_bytes(round(state + workers * PROCESS))} ({format_count(parameters)} parameters with gradients and "
-        f"optimizer state), and {format_bytes(available)} are available; use a smaller model, fewer replicas "
-        "(axes.replicate), or a budget (strategy.memory.device with memory.flash); `inspect` and `simulate` need no "
-        "such memory"
+        f"{format_bytes(round(state))} ({format_count(parameters)} parameters with gradients and "
+        f"optimizer state), and {format_bytes(available)} are available; {mend}set a budget (strategy.memory.device "
+        "and memory.flash), or take a smaller model; `inspect` and `simulate` need no such memory"
     )
 
 
@@ -78,9 +77,5 @@ def _accelerated(workers: int) -> bool:
 
 def _available() -> int | None:
     """Memory that the system could give, swap included; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("MemAvailable:", "SwapFree:"))]
-    return sum(found) or None
+    free = bytes_in(MEMORY, "MemAvailable")
+    return None if free is None else free + (bytes_in(MEMORY, "SwapFree") or 0)

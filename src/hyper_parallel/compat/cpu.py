@@ -16,6 +16,7 @@ import torch
 from hyper_parallel.compat.backend import Backend
 from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, HereStream, synchronize_all
 from hyper_parallel.compat.events import HostClock
+from hyper_parallel.proc import MEMORY, PROCESS, bytes_in
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3), from glibc's malloc.h."""
@@ -89,7 +90,7 @@ class CpuBackend(Backend):
 
     def memory_free(self) -> int:
         # Without swapping, and below the limit on the process's data (setrlimit(2)).
-        free = _bytes_in("/proc/meminfo", "MemAvailable")
+        free = bytes_in(MEMORY, "MemAvailable")
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         found = [self.memory_total() if free is None else free]
         if limit != resource.RLIM_INFINITY:
@@ -111,18 +112,7 @@ class CpuBackend(Backend):
 
 
 def _status_bytes(key: str) -> int | None:
-    return _bytes_in("/proc/self/status", key)
-
-
-def _bytes_in(path: str, key: str) -> int | None:
-    try:
-        status = Path(path).read_text()
-    except OSError:
-        return None
-    for line in status.splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    return None
+    return bytes_in(PROCESS, key)
 
 
 def _high_water_mark() -> int:

@@ -16,7 +16,7 @@ from hyper_parallel.errors import BudgetError, IntegrationError
 from hyper_parallel.integration.parallel_run import ParallelRun
 from hyper_parallel.offloading.autograd import Swap, offload
 from hyper_parallel.offloading.autograd.rank_agreement import agreed
-from hyper_parallel.offloading.tiers.host import available
+from hyper_parallel.proc import MEMORY, bytes_in
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.strategy import Memory, Strategy
 from hyper_parallel.units import format_bytes
@@ -98,7 +98,7 @@ class Budget:
 
 
 def _share_of_host() -> int:
-    free = available()
+    free = bytes_in(MEMORY, "MemAvailable")
     if free is None:
         raise IntegrationError(
             "activation_mode 'swap' needs to know how much of the host's memory is free, which this system does not "

@@ -23,6 +23,7 @@ from rich.table import Table
 from hyper_parallel._version import __version__
 from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import launcher_env, logs, rendezvous
+from hyper_parallel.proc import MEMORY, bytes_in
 from hyper_parallel.units import format_bytes
 
 PACKAGES = (
@@ -218,12 +219,9 @@ def _devices(warnings: list[dict[str, str]]) -> list[dict[str, Any]]:
 def _machine(warnings: list[dict[str, str]]) -> dict[str, Any]:
     import resource
 
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
+    available = bytes_in(MEMORY, "MemAvailable")
+    if available is None:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     disk = shutil.disk_usage(Path.cwd())
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

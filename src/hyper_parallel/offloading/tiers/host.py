@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from hyper_parallel.compat import Backend
 from hyper_parallel.errors import TierError
 from hyper_parallel.offloading.tiers.memory_tier import MemoryTier
 from hyper_parallel.offloading.tiers.tier import TIME_LIMIT
+from hyper_parallel.proc import MEMORY, bytes_in
 from hyper_parallel.units import format_bytes
 
 
@@ -28,7 +27,7 @@ class HostTier(MemoryTier):
         return self._pages.tensor
 
     def _resize(self, count: int) -> None:
-        more, free = count - self._memory.numel(), available()
+        more, free = count - self._memory.numel(), bytes_in(MEMORY, "MemAvailable")
         if free is not None and more > free:
             raise TierError(
                 f"the host tier needs {format_bytes(more)} of memory, and this machine has {format_bytes(free)} "
@@ -45,12 +44,3 @@ class HostTier(MemoryTier):
 
     def _release(self) -> None:
         self._pages.close()
-
-
-def available() -> int | None:
-    """Bytes that the system could give without swapping; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
