@@ -24,7 +24,9 @@ MODEL = "model."
 """Prefix of the model's tensors in a checkpoint, before the parameter's name."""
 STATE = "lora"
 """The key of a checkpoint's state under which `merge_state` is."""
-_PEFT = f"{MODEL}base_model.model."
+PEFT = "base_model.model."
+"""What peft puts before the name of a module of the model."""
+_PEFT = f"{MODEL}{PEFT}"
 _WHOLE = Mesh(("replicate", 1))
 
 
@@ -103,13 +105,18 @@ class ModelTensors:
         return (value.float() + (change.mT if layer in self._transposed else change)).to(value.dtype)
 
     def _read(self, name: str) -> torch.Tensor:
-        saved = self._source.tensors[name]
-        try:
-            whole = torch.empty(saved.shape, dtype=saved.dtype)
-        except RuntimeError as error:
-            size = format_bytes(math.prod(saved.shape) * saved.dtype.itemsize)
-            raise CheckpointError(
-                f"{self._source.path}: {name} has {size}, which this machine does not have"
-            ) from error
-        self._source.fill({name: Piece(whole, Layout.replicated(_WHOLE, tuple(saved.shape)))}, 0)
-        return whole
+        return read_whole(self._source, name)
+
+
+def read_whole(source: Checkpoint, name: str) -> torch.Tensor:
+    """A tensor's values by its name in the checkpoint. Raises CheckpointError where memory does not suffice."""
+    saved = source.tensors[name]
+    try:
+        whole = torch.empty(saved.shape, dtype=saved.dtype)
+    except RuntimeError as error:
+        size = format_bytes(math.prod(saved.shape) * saved.dtype.itemsize)
+        raise CheckpointError(
+            f"{source.path}: {name} has {size}, which this machine does not have"
+        ) from error
+    source.fill({name: Piece(whole, Layout.replicated(_WHOLE, tuple(saved.shape)))}, 0)
+    return whole

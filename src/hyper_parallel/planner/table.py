@@ -23,6 +23,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.codes import ARCHITECTURES, CODES, architecture
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.workload_columns import of_workload
+from hyper_parallel.workload.optimizer_state import ADAMW, state_bytes
 from hyper_parallel.workload.workload import PRECISIONS, Workload
 
 __all__ = [
@@ -258,6 +259,9 @@ class Table:
         ConfigError for a cluster that does not describe its device.
         """
         columns: dict[str, Any] = {**of_workload(workload), **of_cluster(cluster), **of_profile(profile)}
+        # A profile states AdamW's bytes; what is beyond two float32 moments is a master copy.
+        moments = min(ADAMW, profile.state_bytes)
+        columns["state_bytes"] += moments * (state_bytes(workload) / ADAMW - 1)
         columns |= {**UNSEARCHED, **SPREAD, **spread}
         if "devices" not in columns:
             axes = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
