@@ -158,8 +158,8 @@ def _check_texts(prompt: str | None, chat: str | None) -> None:
 def _answer(model: Path, prompt: str | None, chat: str | None, settings: GenerateConfig) -> None:
     _check_texts(prompt, chat)
     from hyper_parallel.inference import Generator
-    from hyper_parallel.inference.prompt_file import asked
+    from hyper_parallel.inference.prompt_file import prompt_of
 
     with Generator(model, memory=settings.strategy.memory, **settings.inference.model_dump()) as generator:
-        for answer in generator([asked(prompt, chat)]):
+        for answer in generator([prompt_of(prompt, chat)]):
             click.echo(answer.text)

@@ -16,12 +16,12 @@ from hyper_parallel.launch.launcher_env import detect
 from hyper_parallel.launch.world import workers_of
 from hyper_parallel.proc import MEMORY, bytes_in
 from hyper_parallel.units import format_bytes, format_count
+from hyper_parallel.workload.optimizer_state import state_bytes
 from hyper_parallel.workload.shape import Shape
+from hyper_parallel.workload.workload import Workload
 
 MARGIN = 1.2
 """What is needed may exceed what is available this many times before a run is refused."""
-_MOMENTS = {"adamw": 2.0, "adamw_8bit": 0.5, "lion": 1.0, "muon": 1.0, "adafactor": 0.0}
-"""Values of optimizer state per parameter, at least."""
 
 
 def check_memory(config: RunConfig, available: int | None = None) -> None:
@@ -34,15 +34,15 @@ def check_memory(config: RunConfig, available: int | None = None) -> None:
     available = _available() if available is None else available
     if available is None or config.strategy.memory.device is not None or config.model.adapter is not None:
         return
-    parameters = _parameters(config)
-    if parameters is None or detect(os.environ, config.launch.rendezvous) is not None:
+    workload = _workload(config)
+    if workload is None or detect(os.environ, config.launch.rendezvous) is not None:
         return
     width = 2 if config.strategy.precision.param == "bfloat16" else 4
-    values = 1.0 + _MOMENTS.get(config.train.optimizer.name, 0.0)
+    of_each = width + state_bytes(workload) * width / 4  # moments have the parameters' dtype
     if config.train.clip is not None or (not config.open and config.micro_batches > 1):
-        values += 1.0  # all gradients are there at once
-    copies = config.effective_strategy.axes.replicate
-    state = parameters * width * values * copies / config.launch.nodes
+        of_each += width  # all gradients are there at once
+    copies, parameters = config.effective_strategy.axes.replicate, workload.shape.parameters
+    state = parameters * of_each * copies / config.launch.nodes
     # What a process takes beside it is left out: it is not measured, and small models may have any number of workers.
     if state <= MARGIN * available or config.launch.device not in ("auto", "cpu"):
         return
@@ -58,12 +58,15 @@ def check_memory(config: RunConfig, available: int | None = None) -> None:
     )
 
 
-def _parameters(config: RunConfig) -> int | None:
-    """The model's parameters; None where the config does not tell."""
+def _workload(config: RunConfig) -> Workload | None:
+    """The run's model and optimizer; None where the config does not tell the model's sizes."""
     fields = dict(read_config(config.model.folder) if config.model.folder else config.model.config or {})
     fields.setdefault("vocab_size", 1)  # a tokenizer's, which adds little
     try:
-        return Shape.of_config(fields).parameters
+        shape = Shape.of_config(fields)
+        return Workload(
+            shape, config.train.batch, config.data.sequence, optimizer=config.train.optimizer.name
+        )
     except (ConfigError, TypeError, ValueError, ArithmeticError):
         return None
 

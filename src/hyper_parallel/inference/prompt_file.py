@@ -59,8 +59,8 @@ def read_prompts(path: Path) -> list[Row]:
     return rows
 
 
-def asked(prompt: str | None, chat: str | None) -> str | list[dict[str, str]]:
-    """What one of two options of the command line asks: a text to continue, or the messages of a conversation."""
+def prompt_of(prompt: str | None, chat: str | None) -> str | list[dict[str, str]]:
+    """What one of two options of the command line gives: a text to continue, or the messages of a conversation."""
     if prompt is not None:
         return prompt
     assert chat is not None, "one of the two is given"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hyper_parallel.config.generate import GenerateRun
 from hyper_parallel.inference.batch import Batch
 from hyper_parallel.inference.generator import Generator
-from hyper_parallel.inference.prompt_file import asked
+from hyper_parallel.inference.prompt_file import prompt_of
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.workers.split_requests import run_split
 from hyper_parallel.launch import Worker, stop
@@ -42,7 +42,7 @@ def main(config: GenerateRun, worker: Worker) -> None:
             if batch is not None:
                 requests = batch.requests(generator)
             elif leads:
-                ids = generator.ids_of(asked(config.prompt, config.chat))
+                ids = generator.ids_of(prompt_of(config.prompt, config.chat))
                 requests = [generator.request(ids, settings, 0, sample) for sample in range(settings.n)]
             requests = _from_rank_0(requests, worker)
             if batch is not None:
