@@ -227,10 +227,6 @@ class TestMistakes:
     def test_one_line_says_what_is_wrong(self, run_file: Path, override: str, told: str) -> None:
         assert problems(run_file, override) == [f"override {override}: {told}"]
 
-    def test_dora_is_refused_with_its_reason(self, run_file: Path) -> None:
-        (line,) = problems(run_file, "model.adapter={rank: 8, dora: true}")
-        assert "model.adapter.dora: not built yet: DoRA's magnitudes" in line
-
     def test_the_advice_on_epochs_and_adapters_works(self, run_file: Path) -> None:
         train = load(run_file, ["train={steps: null, epochs: 3}", "model.adapter={rank: 8}"]).train
         again = write(run_file.with_name("again.yaml"), dump(load(run_file, ["train.epochs=3"])))

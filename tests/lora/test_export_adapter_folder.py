@@ -41,19 +41,27 @@ def loaded(base: Path, folder: Path) -> Any:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_peft_loads_what_a_run_file_trained(tmp_path: Path, rslora: bool) -> None:
+@pytest.mark.parametrize(("rslora", "dora"), [(False, False), (True, False), (False, True)])
+def test_peft_loads_what_a_run_file_trained(tmp_path: Path, rslora: bool, dora: bool) -> None:
     torch.manual_seed(0)
     base = tmp_path / "base"
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODELS["llama"])).save_pretrained(base)
-    adapter = {"rank": 4, "alpha": 96, "rslora": rslora, "targets": ["q_proj", "down_proj"]}
+    adapter = {
+        "rank": 4,
+        "alpha": 96,
+        "rslora": rslora,
+        "dora": dora,
+        "targets": ["q_proj", "down_proj"],
+    }
     data = {
         "train": [argparse.__file__, bisect.__file__],
         "tokenizer": {"vocab_size": 300, "replace": True},
         "sequence": 32,
     }
     model = {"config": None, "path": str(base), "adapter": adapter}
-    config = run_config(tmp_path, model=model, data=data, train=TRAIN)
+    config = run_config(
+        tmp_path, model=model, data=data, train={**TRAIN, "engine": "graph" if dora else "eager"}
+    )
     summary = run(config)
     assert summary.checkpoint is not None
     whole, alone = tmp_path / "whole", tmp_path / "alone"
@@ -61,7 +69,7 @@ def test_peft_loads_what_a_run_file_trained(tmp_path: Path, rslora: bool) -> Non
         with contextlib.suppress(SystemExit):  # what it wrote is looked at
             main(["export", str(tmp_path / "run"), str(out), *option])
     trained = logits(AutoModelForCausalLM.from_pretrained(whole))
-    assert (trained - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.05
+    assert (trained - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.02
     torch.testing.assert_close(logits(loaded(base, alone)), trained, atol=1e-4, rtol=0)
     assert sorted(path.name for path in alone.iterdir()) == [
         "adapter_config.json",
@@ -70,6 +78,7 @@ def test_peft_loads_what_a_run_file_trained(tmp_path: Path, rslora: bool) -> Non
     written = json.loads((alone / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(base)
     assert (written["r"], written["lora_alpha"], written["use_rslora"]) == (4, 96, rslora)
+    assert written["use_dora"] == dora
     assert written["target_modules"] == ["down_proj", "q_proj"]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from hyper_parallel.checkpoint import stream
 from hyper_parallel.checkpoint.durable import explain, fsync_folder, write_file
-from hyper_parallel.checkpoint.merged_adapters import MODEL, PEFT, STATE, read_whole
+from hyper_parallel.checkpoint.merged_adapters import MAGNITUDE, MODEL, PEFT, STATE, read_whole
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.hub.hub_id import parse_explicit
@@ -58,6 +58,9 @@ def export_adapter(checkpoint: str | os.PathLike[str], out: str | os.PathLike[st
         for layer in layers
         for factor in "AB"
     }
+    for layer in layers:
+        if (origin := f"{MODEL}{layer}{MAGNITUDE}default.weight") in source.tensors:
+            names[f"{layer}{MAGNITUDE.rstrip('.')}"] = origin
     config = _config(source, layers, fan_in_fan_out=bool(state["transposed"]))
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -112,6 +115,7 @@ def _config(source: Checkpoint, layers: dict[str, float], *, fan_in_fan_out: boo
         "lora_alpha": alpha,
         "lora_dropout": float(declared.get("dropout", 0.0)),
         "use_rslora": rslora,
+        "use_dora": any(MAGNITUDE in name for name in source.tensors),
         "target_modules": _targets(source, list(layers)),
         "rank_pattern": {_plain(one): r for one, r in ranks.items() if r != rank},
         "alpha_pattern": {_plain(one): a for one, a in alphas.items() if a != alpha},

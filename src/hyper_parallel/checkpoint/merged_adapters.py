@@ -2,6 +2,7 @@
 
     W' = W + s B A                       arXiv 2106.09685, section 4.1; s is the adapter's scale, and B A is transposed
                                          where a layer keeps its weight as [in, out]
+    W' = m (W + s B A) / ‖W + s B A‖     DoRA, arXiv 2402.09353: m and the norm are of each output feature
 
 `merge_state` is what a run with adapters writes into its checkpoints, beside the tensors, for this.
 """
@@ -26,6 +27,8 @@ STATE = "lora"
 """The key of a checkpoint's state under which `merge_state` is."""
 PEFT = "base_model.model."
 """What peft puts before the name of a module of the model."""
+MAGNITUDE = ".lora_magnitude_vector."
+"""In the names of DoRA's magnitudes."""
 _PEFT = f"{MODEL}{PEFT}"
 _WHOLE = Mesh(("replicate", 1))
 
@@ -39,14 +42,15 @@ class SavedTensor(NamedTuple):
 
 def merge_state(model: nn.Module) -> dict[str, Any] | None:
     """How a model's adapters are merged: ``{"scales": {layer: s}, "transposed": [layer, ...]}`` by names in the model;
-    None where it has none, or others than one plain LoRA adapter per layer."""
+    None where it has none, or others than one adapter of LoRA or DoRA per layer."""
     scales: dict[str, float] = {}
     transposed: list[str] = []
     for name, module in model.named_modules():
         layer: Any = module
         if not hasattr(layer, "base_layer") or not hasattr(layer, "lora_A"):
             continue
-        if list(layer.lora_A) != ["default"] or getattr(layer, "lora_variant", None):
+        magnitudes = len(getattr(layer, "lora_magnitude_vector", ()))
+        if list(layer.lora_A) != ["default"] or len(getattr(layer, "lora_variant", ())) != magnitudes:
             return None
         if layer.lora_bias.get("default", False):
             return None
@@ -83,7 +87,7 @@ class ModelTensors:
         self._transposed = {f"{MODEL}{layer}" for layer in state["transposed"]}
         self._origin = {}
         for name in names:
-            if ".lora_A." in name or ".lora_B." in name:
+            if ".lora_A." in name or ".lora_B." in name or MAGNITUDE in name:
                 continue
             self._origin[MODEL + name.removeprefix(_PEFT).replace(".base_layer.", ".")] = name
 
@@ -102,7 +106,12 @@ class ModelTensors:
             return value
         a, b = (self._read(f"{layer}.lora_{factor}.default.weight").float() for factor in "AB")
         change = (b @ a) * self._scales[layer]
-        return (value.float() + (change.mT if layer in self._transposed else change)).to(value.dtype)
+        across = layer in self._transposed
+        merged = value.float() + (change.mT if across else change)
+        if (magnitude := f"{layer}{MAGNITUDE}default.weight") in self._source.tensors:
+            factor = self._read(magnitude).float() / torch.linalg.norm(merged, dim=0 if across else 1)
+            merged = merged * (factor if across else factor.unsqueeze(1))
+        return merged.to(value.dtype)
 
     def _read(self, name: str) -> torch.Tensor:
         return read_whole(self._source, name)

@@ -96,7 +96,7 @@ _REMARKS: Mapping[str, str] = {
     "train.batch": "the sequences of a step on all ranks together",
     "train.micro_batch": "the sequences that a rank computes at once; train.batch is the batch of all ranks, and the "
     "accumulation follows",
-    "model.adapter": "LoRA: {rank: 8} to train one; for generate, a folder as peft's save_pretrained writes it",
+    "model.adapter": "LoRA: {rank: 8}, for example",
 }  # fmt: skip
 
 _VALUES: Mapping[str, str] = {

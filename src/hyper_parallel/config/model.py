@@ -23,17 +23,13 @@ _MOST = (("layer", 10_000), ("expert", 100_000))
 class AdapterConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685) of the library peft; the model's own weights are frozen."""
 
-    reserved: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("dora", "use_dora"),
-        "DoRA's magnitudes begin as norms of the base model's weights, which have no values yet when a run file's "
-        "model gets its adapters; Transformers' Trainer trains it (docs/transformers.md)",
-    )
     elsewhere: ClassVar[Mapping[str, str]] = {
         "r": "write rank",
         "lora_alpha": "write alpha",
         "lora_dropout": "write dropout",
         "target_modules": "write targets",
         "use_rslora": "write rslora",
+        "use_dora": "write dora",
     }
 
     rank: PositiveInt
@@ -45,6 +41,9 @@ class AdapterConfig(Section):
     rank."""
     rslora: bool = False
     """Whether an adapter's result is scaled by alpha / √rank in place of alpha / rank (arXiv 2312.03732)."""
+    dora: bool = False
+    """Whether the norm of each row of an adapted matrix is trained apart from its direction (DoRA, arXiv 2402.09353);
+    on the axes `replicate`, `shard`, `context` and `pipeline`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is dropped while it trains."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank
 from hyper_parallel.compat.paged_out_parameters import filled, hollow
 from hyper_parallel.errors import CheckpointError, StrategyError
+from hyper_parallel.shard.dora_magnitudes import Magnitudes, is_magnitude
 from hyper_parallel.shard.lora_adapters import initialise, name_in_base, without_adapters
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder, Source
@@ -30,8 +32,12 @@ from hyper_parallel.shard.whole_tensors import fill_piece
 def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
     """Draw new values, the same under any strategy, into a model that was parallelized on the meta device."""
     handle = _emptied(model, device)
-    for name, values in _initial_values(_skeleton(handle), seed, elsewhere=_elsewhere(handle)):
+    skeleton = _skeleton(handle)
+    magnitudes = Magnitudes(skeleton)
+    for name, values in _initial_values(skeleton, seed, elsewhere=_elsewhere(handle)):
         _fill(handle, name, values)
+        for made, norms in magnitudes.after(name, values):
+            _fill(handle, made, norms)
 
 
 def load_weights(
@@ -64,10 +70,11 @@ def load_weights(
             found.append((name, source))
         # Memory is taken for what fits to the folder.
         _emptied(model, device)
-        for name, source in found:
+        magnitudes = Magnitudes(skeleton)
+        for name, source in chain(found, _initial_values(skeleton, seed, adapters_only=True)):
             _fill(handle, name, source)
-    for name, values in _initial_values(skeleton, seed, adapters_only=True):
-        _fill(handle, name, values)
+            for made, norms in magnitudes.after(name, source):
+                _fill(handle, made, norms)
 
 
 def fill_weights(
@@ -152,7 +159,7 @@ def _initial_values(
     drawn: set[str] = set()
     with one_device():
         for path, module in skeleton.named_modules():
-            if adapters_only and name_in_base(path, skeleton) is not None:
+            if is_magnitude(path) or (adapters_only and name_in_base(path, skeleton) is not None):
                 continue
             names = {
                 own: known[id(p)]

@@ -27,6 +27,7 @@ def with_adapters(model: nn.Module, declared: AdapterConfig) -> nn.Module:
         lora_dropout=declared.dropout,
         target_modules=targets,
         use_rslora=declared.rslora,
+        use_dora=declared.dora,
     )
     try:
         with torch.device("meta"):
