@@ -192,8 +192,7 @@ class TestMistakes:
              "'adafactor', 'muon' (got 'muo'; did you mean 'muon'?)"),
             ("train.optimizer.fused=true", "train.optimizer.fused: unknown key; PyTorch's fused kernel is always used; "
              "leave it out"),
-            *((f"{key}={{rank: 8}}", f"{key}: unknown key; write model.adapter (LoRA: {{rank: 8}} to train one; for "
-               "generate, a folder as peft's save_pretrained writes it)")
+            *((f"{key}={{rank: 8}}", f"{key}: unknown key; write model.adapter (LoRA: {{rank: 8}}, for example)")
               for key in ("lora", "peft", "model.lora", "model.peft", "train.lora")),
             ("model.adapter={r: 8, rank: 8}", "model.adapter.r: unknown key; write rank"),
             ("train.max_steps=3", "train.max_steps: unknown key; write train.steps (updates of the optimizer)"),
