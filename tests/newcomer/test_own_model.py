@@ -49,6 +49,19 @@ for line in open("answers.jsonl"):
 print(json.dumps(said))
 """
 
+SAME_AS_PEFT = """
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+ids = torch.arange(10).unsqueeze(0)
+with torch.no_grad():
+    merged = AutoModelForCausalLM.from_pretrained("exported")(input_ids=ids).logits
+    beside = AutoPeftModelForCausalLM.from_pretrained("peft")(input_ids=ids).logits
+torch.testing.assert_close(beside, merged, atol=1e-3, rtol=0)
+print("the same")
+"""
+
 
 @pytest.fixture
 def owner(newcomer: Person) -> Person:
@@ -99,5 +112,13 @@ def test_adapters(owner: Person) -> None:
     shown = owner.types("hyper-parallel train run.yaml out=adapters model.adapter='{rank: 8}' train.steps=8")
     assert "step 8/8" in shown
     assert "hyper-parallel: error" not in shown
-    shown = owner.types("hyper-parallel train run.yaml out=adapters model.adapter='{rank: 8}' train.steps=10")
-    assert "resumed from" in shown and "step 10/10" in shown
+    shown = owner.types("hyper-parallel train run.yaml out=adapters model.adapter='{rank: 8}' train.steps=40")
+    assert "resumed from" in shown and "step 40/40" in shown
+    asked, _ = CHATS[0]
+    chat = f"--chat '{asked}' inference.max_tokens=40"
+    owner.types("hyper-parallel export adapters exported")
+    answer = owner.types(f"hyper-parallel generate exported {chat}")
+    assert answer == owner.types(f"hyper-parallel generate adapters {chat}")
+    assert answer != owner.types(f"hyper-parallel generate base {chat}"), "the adapters change nothing"
+    owner.types("hyper-parallel export adapters peft --adapter")
+    assert "the same" in owner.python(SAME_AS_PEFT)

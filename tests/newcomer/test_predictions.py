@@ -88,15 +88,12 @@ def test_the_documents_build(tmp_path: Path) -> None:
     """Strictly, as `make docs` does; its environment is made if the machine reaches a package index."""
     venv = ROOT / ".venv-docs"
     if not (venv / "bin" / "mkdocs").exists():
-        if not os.environ.get("HYPER_PARALLEL_TEST_DOCS"):
-            pytest.skip(
-                "there is no .venv-docs: make docs builds it from a package index; tests/docs check the pages"
-            )
         venv = tmp_path / "venv"
         made = subprocess.run(
             ["tools/venv_docs.sh", str(venv)], cwd=ROOT, capture_output=True, text=True, check=False
         )
-        assert made.returncode == 0, made.stdout + made.stderr
+        if made.returncode:
+            pytest.skip(f"the environment of make docs cannot be made here: {made.stderr.strip()[-200:]}")
     built = subprocess.run(
         [str(venv / "bin" / "mkdocs"), "build", "--strict", "--clean", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT,
