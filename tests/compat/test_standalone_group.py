@@ -45,7 +45,8 @@ def _closes(rank: int, world: int, port: int) -> str:
 def test_a_closed_end_is_noticed_at_once() -> None:
     served = serve_store("127.0.0.1")
     noticed, _ = run_ranks(_closes, 2, served.port)
-    assert "Connection closed by peer" in noticed
+    # The system says one or the other, by what was on its way.
+    assert "Connection closed by peer" in noticed or "Connection reset by peer" in noticed
     assert "\n" not in noticed
 
 

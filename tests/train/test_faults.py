@@ -122,7 +122,7 @@ def test_a_disk_that_fails_in_mid_run_ends_it_and_the_next_start_goes_on(
 def test_a_host_without_the_memory_is_said_before_the_first_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "available", lambda: 100_000)
+    monkeypatch.setattr(host, "bytes_in", lambda path, key: 100_000)
     config = _config(folder, "host", host="64MiB")
     with pytest.raises(TierError, match=r"this machine has 97\.7 KiB available; .* set memory\.host lower"):
         run(config)
