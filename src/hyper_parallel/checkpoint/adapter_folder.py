@@ -11,15 +11,13 @@ import json
 import logging
 import math
 import os
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.checkpoint import stream
-from hyper_parallel.checkpoint.durable import explain, fsync_folder, write_file
+from hyper_parallel.checkpoint.durable import check_new, new_folder, write_file
 from hyper_parallel.checkpoint.merged_adapters import MAGNITUDE, MODEL, PEFT, STATE, read_whole
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.errors import CheckpointError
@@ -40,8 +38,7 @@ def export_adapter(checkpoint: str | os.PathLike[str], out: str | os.PathLike[st
     exists and is not an empty folder, or cannot be written; no partial folder is left.
     """
     source, target = Checkpoint(Path(checkpoint)), Path(out).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not an empty folder; export to a new one")
+    check_new(target)
     if source.state.get("adapters"):
         raise CheckpointError(
             f"{source.path} is in a folder of PEFT already; PeftModel.from_pretrained loads the folder around it, "
@@ -62,19 +59,10 @@ def export_adapter(checkpoint: str | os.PathLike[str], out: str | os.PathLike[st
         if (origin := f"{MODEL}{layer}{MAGNITUDE}default.weight") in source.tensors:
             names[f"{layer}{MAGNITUDE.rstrip('.')}"] = origin
     config = _config(source, layers, fan_in_fan_out=bool(state["transposed"]))
-    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(target) as partial:
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         write_file(partial / "adapter_config.json", [text.encode()])
         write_file(partial / "adapter_model.safetensors", _chunks(source, names))
-        fsync_folder(partial)
-        os.rename(partial, target)
-        fsync_folder(target.parent)
-    except OSError as error:
-        raise explain(error, target) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

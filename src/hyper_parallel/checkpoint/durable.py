@@ -8,7 +8,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,31 @@ def fsync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def check_new(target: Path) -> None:
+    """Raise CheckpointError if `target` exists and is not an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty folder; export to a new one")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `target` on leaving; after an error, nothing of it stays.
+
+    Raises CheckpointError if `target` cannot be written.
+    """
+    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        fsync_folder(partial)
+        os.rename(partial, target)
+        fsync_folder(target.parent)
+    except OSError as error:
+        raise explain(error, target) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def publish(path: Path, data: bytes) -> Written:

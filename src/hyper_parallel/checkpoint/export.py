@@ -6,8 +6,6 @@ import json
 import logging
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.checkpoint import stream
-from hyper_parallel.checkpoint.durable import explain, fsync_folder, write_file
+from hyper_parallel.checkpoint.durable import check_new, new_folder, write_file
 from hyper_parallel.checkpoint.merged_adapters import MODEL, ModelTensors, SavedTensor
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.checkpoint.shard import dtype_name
@@ -46,8 +44,7 @@ def export(
     exists and is not an empty folder, or if it cannot be written; no partial folder is left.
     """
     source, target = Checkpoint(Path(checkpoint)), Path(out).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not an empty folder; export to a new one")
+    check_new(target)
     config = source.state.get("model_config")
     if source.state.get("adapters"):
         raise CheckpointError(
@@ -82,9 +79,7 @@ def export(
         config = {**config, "dtype": dtype_name(floating.pop())}
         config.pop("torch_dtype", None)
     files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(target) as partial:
         shards = _shards(model, kinds, shard_bytes)
         if len(shards) > 1:
             files["model.safetensors.index.json"] = _index(model, kinds, shards)
@@ -92,13 +87,6 @@ def export(
             write_file(partial / file, [data])
         for file, names in shards.items():
             write_file(partial / file, _chunks(tensors, kinds, names))
-        fsync_folder(partial)
-        os.rename(partial, target)
-        fsync_folder(target.parent)
-    except OSError as error:
-        raise explain(error, target) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

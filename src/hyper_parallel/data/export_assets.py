@@ -15,23 +15,9 @@ from typing import Any
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, Tokenizer, TrainingData
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.hub.model_files import PROCESSOR_FILES, TOKENIZER_FILES
 
 GENERATION = "generation_config.json"
-
-_OF_PROCESSORS = ("*processor_config.json",)
-_OF_TOKENIZERS = (
-    "*tokenizer*.json",
-    "tokenizer.model",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
-)
 
 
 def assets_of(config: RunConfig, text: TrainingData, generation: dict[str, Any] | None) -> dict[str, bytes]:
@@ -39,7 +25,7 @@ def assets_of(config: RunConfig, text: TrainingData, generation: dict[str, Any] 
     source: str | Path | None = config.model.folder
     if isinstance(text, MultimodalData):
         source = text.processor.folder
-    files = {} if source is None else _files(Path(source), _OF_PROCESSORS)
+    files = {} if source is None else _files(Path(source), PROCESSOR_FILES)
     files |= tokenizer_assets(text.tokenizer)
     if generation is not None:
         files[GENERATION] = (json.dumps(generation, indent=2, sort_keys=True) + "\n").encode()
@@ -49,7 +35,7 @@ def assets_of(config: RunConfig, text: TrainingData, generation: dict[str, Any] 
 def tokenizer_assets(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The tokenizer's files by name: unchanged from its folder, or newly written if it has none."""
     if tokenizer.folder is not None:
-        return _files(tokenizer.folder, _OF_TOKENIZERS)
+        return _files(tokenizer.folder, TOKENIZER_FILES)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         return _files(Path(folder), ("*",))

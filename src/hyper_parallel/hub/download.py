@@ -20,6 +20,7 @@ from pathlib import Path
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.hub import failures
 from hyper_parallel.hub.hub_id import DEFAULT, HubId, cache_folder, snapshot_folder
+from hyper_parallel.hub.model_files import PROCESSOR_FILES, TOKENIZER_FILES
 from hyper_parallel.units import format_bytes
 from hyper_parallel.untrusted import is_plain_name, read_json
 
@@ -27,22 +28,7 @@ TIMEOUT_S = 10.0
 """Seconds that the Hub has to answer the first request."""
 INDEX = "model.safetensors.index.json"
 _LARGEST_INDEX = 64 * 2**20
-_SMALL = (
-    "config.json",
-    "generation_config.json",
-    "*processor_config.json",
-    "*tokenizer*.json",
-    "tokenizer.model",
-    "*.tiktoken",
-    "spiece.model",
-    "sentencepiece*.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
-)
+_SMALL = ("config.json", "generation_config.json", *PROCESSOR_FILES, *TOKENIZER_FILES)
 
 
 class Wanted(Enum):
