@@ -20,7 +20,7 @@ import torch.distributed as dist
 from checkpoint_worlds import ThreadRanks, each_rank, random_tensor
 
 from harness import run_ranks
-from harness.ranks import PRELOAD
+from harness.fork_server import fork_context
 from hyper_parallel.checkpoint import Piece, Writer, durable, newest, read
 from hyper_parallel.checkpoint.durable import explain
 from hyper_parallel.checkpoint.rank_save import Part
@@ -61,9 +61,7 @@ def check_newest(folder: Path, steps: set[int]) -> int:
 
 
 def start(target, *args) -> multiprocessing.Process:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=target, args=args, daemon=True)
+    process = fork_context().Process(target=target, args=args, daemon=True)
     process.start()
     return process
 

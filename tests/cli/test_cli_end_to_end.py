@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from harness.forked_command import run_command
 from hyper_parallel.config import load
 
 RUN = """\
@@ -29,15 +28,7 @@ strategy: {axes: {tensor: 2}}
 def hyper_parallel(
     folder: Path, *arguments: str, largest_file: int = resource.RLIM_INFINITY
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hyper_parallel", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)),
-    )
+    return run_command(*arguments, folder=folder, largest_file=largest_file)
 
 
 @pytest.fixture(scope="module")

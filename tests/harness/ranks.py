@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -14,21 +13,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# The fork server pays for these once a session; a rank is then a fork. It must never compute: a child forked
-# after OpenMP has run hangs. `pytest` and `hypothesis` are here because test modules import them.
-PRELOAD = [
-    "torch",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.fsdp",
-    "transformers.modeling_utils",
-    "transformers.models.llama.modeling_llama",
-    "pytest",
-    "hypothesis",
-    "numpy",
-    "peft",
-    "transformers.trainer",
-    "hyper_parallel.integration.trainer",
-]
+from harness.fork_server import fork_context
+
 GRACE_S = 3.0
 """How long the other ranks may go on after one failed, so that the report shows what each of them saw."""
 
@@ -45,8 +31,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
 
     Raises RanksError when a rank raises, dies, or has not returned after `timeout` seconds (all are killed).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     call = pickle.dumps((function, args))
     pipes = [context.Pipe() for _ in range(world)]
     # Bound here and handed to rank 0, so that no other process can take the port in between.

@@ -1,0 +1,35 @@
+"""The fork server of a pytest process: ranks (`run_ranks`) and commands (`run_command`) are forks of it.
+
+It imports `harness.preloaded` once. Each fork is new: no test sees what another left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+
+
+def fork_context() -> ForkServerContext:
+    """The context whose processes are forks of the server, which runs from here on."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness.preloaded"])
+    # The server does not take over sys.path before Python 3.13, only the environment.
+    with _environment(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
