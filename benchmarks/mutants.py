@@ -6,10 +6,10 @@
     python benchmarks/mutants.py judge mutants.json reach.json CLONE verdicts.json
 
 A mutant replaces one expression: a comparison by its neighbour, an operator by another, a condition by its opposite, a
-number by the next, True by False, a called statement by nothing. Expressions are those of functions' bodies; each folder
-of the package has at least three. The
-clone is a copy of the working tree (`git clone`); its source is written over, and the suite that is run in it records
-the tests that evaluate the expression, in all processes that they start:
+number by the next, True by False, a called statement by nothing. Expressions are those of functions' bodies; each
+folder of the package has at least three. The clone is a copy of the working tree (`git clone`); `instrument` writes
+probes into its source, with which the suite records the tests that evaluate an expression, in all processes that they
+start:
 
     cd CLONE && PYTHONPATH=src python -m pytest -p hyper_parallel._probe -n 2
 """
@@ -52,7 +52,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,
 }
-PROBE = '''"""Records that an expression was evaluated, and by which test. Also a plugin of pytest: -p hyper_parallel._probe"""
+PROBE = '''"""Records that an expression was evaluated, and by which test. A plugin of pytest, too."""
 
 import os
 
@@ -148,9 +148,7 @@ def candidates(file: Path) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield node, ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
         elif isinstance(node, ast.BoolOp):
             yield node, ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
-        elif (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)) or (
-            isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-        ):
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
             yield node, node.operand
         elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
             yield node, ast.Constant(not node.value)

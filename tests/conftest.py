@@ -13,6 +13,8 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+pytest_plugins = ["harness.meter"]
+
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

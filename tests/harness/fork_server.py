@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -33,3 +34,11 @@ def _environment(**values: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def warm_up() -> None:
+    """Return when the server has done its imports. They are no test's cost."""
+    if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
+        process = fork_context().Process(target=time.sleep, args=(0,))
+        process.start()
+        process.join()

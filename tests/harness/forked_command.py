@@ -44,7 +44,7 @@ class CommandProcess:
     ) -> None:
         """`largest_file`: the limit on files in bytes. `together`: errors go into the output."""
         self.arguments = list(arguments)
-        self._files = [tempfile.TemporaryFile() for _ in range(1 if together else 2)]
+        self._files = [tempfile.TemporaryFile() for _ in range(1 if together else 2)]  # noqa: SIM115
         descriptors = [DupFd(file.fileno()) for file in self._files]
         environment = dict(os.environ if env is None else env)
         self._process = fork_context().Process(
@@ -141,7 +141,7 @@ def _become_command(
 
 
 def _text(descriptor: int, line_buffering: bool) -> io.TextIOWrapper:
-    raw = open(descriptor, "wb", closefd=False)
+    raw = open(descriptor, "wb", closefd=False)  # noqa: SIM115
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=line_buffering)
 
 
@@ -176,7 +176,7 @@ class _ServerProcess:
         self.pid = pid
         self.returncode: int | None = None
         reader, writer = os.pipe()
-        self.stderr = open(reader, "rb")
+        self.stderr = open(reader, "rb")  # noqa: SIM115
         message = json.dumps([json.loads(command[-3]), int(command[-1]), dict(env)]).encode()
         socket.send_fds(channel, [len(message).to_bytes(8, "little")], [descriptor, writer])
         channel.sendall(message)

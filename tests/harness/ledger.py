@@ -1,58 +1,102 @@
-"""A pytest plugin that records the processor seconds of each test, with those of all processes that it starts."""
+"""The ledger of what tests cost, `tests/ledger.json`, and the tiers that follow from it by rule.
+
+    fast    the cases that start no process and take at most FAST_S
+    test    of each test function the first cases that take at most CASE_S each and FUNCTION_S together
+    all     every case; `rest`: those that are not of the tier `test`
+
+Seconds are a processor's, over all processes that a test starts; a fixture that tests share is divided among them. The
+ledger has no entry for a case that is cheaper than NOTED_S and starts no process, nor for one that is new: both are of
+every tier. `harness.meter` measures, and names the cases that have outgrown their tier.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from harness.processor_time import descendants, tree_seconds
-
-_costs: dict[str, dict[str, Any]] = {}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ledger", metavar="FILE", help="write what each test cost to FILE")
+LEDGER = Path(__file__).parents[1] / "ledger.json"
+FAST_S = 0.5
+CASE_S = 5.0
+FUNCTION_S = 8.0
+NOTED_S = 0.05
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--ledger"):
-        config.pluginmanager.register(Ledger(), "cost-ledger")
+@dataclass(frozen=True)
+class Cost:
+    """What a case takes."""
+
+    seconds: float
+    """Of a processor."""
+    starts_processes: bool
 
 
 class Ledger:
-    """Measures in each worker; the controller collects."""
+    """Costs by the names that pytest gives to cases, `file::function[parameters]`."""
 
-    def __init__(self) -> None:
-        self.costs: dict[str, dict[str, Any]] = {}
-        self.began = 0.0
-        self.collection: list[float] = []
+    def __init__(self, costs: Mapping[str, Cost]) -> None:
+        self.costs = costs
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.began = tree_seconds()
-        self.before = set(descendants(os.getpid()))
-        return (yield)
+    @classmethod
+    def read(cls, file: Path = LEDGER) -> Ledger:
+        """The ledger in a file; an empty one if there is none."""
+        if not file.exists():
+            return cls({})
+        return cls(
+            {
+                f"{path}::{name}": Cost(seconds, bool(starts))
+                for path, cases in json.loads(file.read_text()).items()
+                for name, (seconds, starts) in cases.items()
+            }
+        )
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
-        report = yield
-        if call.when == "teardown":
-            report.user_properties.append(("processor_seconds", tree_seconds() - self.began))
-        return report
+    def write(self, file: Path) -> None:
+        """One line a case, sorted, so that two ledgers can be compared."""
+        files: dict[str, list[str]] = defaultdict(list)
+        for case, cost in sorted(self.costs.items()):
+            path, _, name = case.partition("::")
+            if cost.starts_processes or cost.seconds >= NOTED_S:
+                entry = json.dumps([round(cost.seconds, 2), int(cost.starts_processes)])
+                files[path].append(f"  {json.dumps(name)}: {entry}")
+        sections = [
+            f" {json.dumps(path)}: {{\n" + ",\n".join(cases) + "\n }" for path, cases in files.items()
+        ]
+        file.write_text("{\n" + ",\n".join(sections) + "\n}\n")
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        entry = self.costs.setdefault(report.nodeid, {"outcome": "passed", "wall": 0.0})
-        entry["wall"] += report.duration
-        if report.outcome != "passed":
-            entry["outcome"] = report.outcome
-        if report.when == "teardown":
-            entry["cpu"] = dict(report.user_properties).get("processor_seconds", 0.0)
+    def cost(self, case: str) -> Cost:
+        """What a case took; nothing for one without an entry."""
+        return self.costs.get(case, Cost(0.0, False))
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not hasattr(session.config, "workerinput"):
-            Path(session.config.getoption("--ledger")).write_text(json.dumps(self.costs, indent=0))
+    def chosen(self, tier: str, cases: Iterable[str]) -> set[str]:
+        """The cases of a tier."""
+        cases = list(cases)
+        tiers: dict[str, Callable[[list[str]], set[str]]] = {
+            "fast": self._fast,
+            "test": self._test,
+            "rest": lambda every: set(every) - self._test(every),
+            "all": set,
+        }
+        return tiers[tier](cases)
+
+    def _fast(self, cases: list[str]) -> set[str]:
+        costs = {case: self.cost(case) for case in cases}
+        return {case for case, cost in costs.items() if not cost.starts_processes and cost.seconds <= FAST_S}
+
+    def _test(self, cases: list[str]) -> set[str]:
+        spent: dict[str, float] = defaultdict(float)
+        chosen = set()
+        for case in cases:
+            seconds, function = self.cost(case).seconds, case.partition("[")[0]
+            if seconds <= CASE_S and spent[function] + seconds <= FUNCTION_S:
+                spent[function] += seconds
+                chosen.add(case)
+        return chosen
+
+
+def limit(tier: str, cost: Cost) -> float:
+    """The seconds up to which a case stays in its tier."""
+    if tier == "fast":
+        return 0.0 if cost.starts_processes else FAST_S
+    return CASE_S if tier == "test" else float("inf")
