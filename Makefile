@@ -4,10 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := examples/quickstart.yaml
 TESTERS := 2
+SHARD := 1/1
 SHELL := /bin/bash
+# Bytecode is kept: each of thousands of test processes would otherwise compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+test test-fast test-all matrix ledger test-llamafactory test-ray: export OMP_NUM_THREADS ?= 1
+PYTEST = $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test matrix test-llamafactory test-ray lint format lock docs wheel clean
+.PHONY: help venv train test test-fast test-all matrix ledger test-llamafactory test-ray lint format lock docs wheel clean
 
 help: ## Show this
 	@echo "usage: make TARGET"
@@ -21,19 +26,28 @@ venv: ## Create .venv and install the pinned dependencies, if they are missing
 train: venv ## Train the quickstart: make train [RUN=file.yaml] [ARGS="train.steps=20"]
 	@$(BIN)/hyper-parallel train $(RUN) $$($(BIN)/python tools/fit_devices.py $(RUN)) $(ARGS)
 
-test: lint ## Linters, types, import directions, then the tests with a sample of the matrix
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m "not matrix" -n $(TESTERS) --dist loadfile --durations=15 $(ARGS)
+test: lint ## Linters, types, import directions and the tests: what a change has to pass
+	@$(PYTEST) --tier test -m "not matrix" -n $(TESTERS) --dist worksteal --durations=10 $(ARGS)
+
+test-fast: venv ## The tests that start no process, in a few minutes: before each commit
+	@$(PYTEST) --tier fast -m "not matrix" -n $(TESTERS) --dist worksteal $(ARGS)
+
+test-all: venv ## All the rest: long tests, the matrix, documents, other versions: make test-all SHARD=1/6
+	@$(BIN)/python tools/test_all.py $(SHARD)
 
 matrix: venv ## Every model family with every strategy
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -m matrix -n $(TESTERS) --dist loadfile --durations=15 $(ARGS)
+	@$(PYTEST) -m matrix -n $(TESTERS) --dist worksteal --durations=10 $(ARGS)
+
+ledger: venv ## Measure what each test costs, on a machine that does nothing else; tiers follow from it
+	@$(PYTEST) -n $(TESTERS) --dist worksteal --ledger tests/ledger.json $(ARGS)
 
 test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in a separate environment (.venv-llamafactory)
 	@tools/venv_llamafactory.sh .venv-llamafactory
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft --durations=15 $(ARGS)
+	@.venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft --durations=15 $(ARGS)
 
 test-ray: ## Groups of Ray actors in a cluster that the tests start, in a separate environment (.venv-ray)
 	@tools/venv_ray.sh .venv-ray
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv-ray/bin/python -m pytest -q tests/ray_cluster --durations=15 $(ARGS)
+	@.venv-ray/bin/python -m pytest -q tests/ray_cluster --durations=15 $(ARGS)
 
 lint: venv ## Style, format, types, the direction of imports, device names in one place, vocabulary
 	@$(BIN)/ruff check

@@ -23,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tier", choices=("fast", "test", "rest", "all"), default="all", help="which tests to run"
     )
+    parser.addoption(
+        "--slice", metavar="i/n", default="1/1", help="of these, the i-th of n parts of about equal length"
+    )
     parser.addoption("--ledger", metavar="FILE", help="write the processor seconds of each test to FILE")
 
 
@@ -34,7 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = Ledger.read().chosen(config.getoption("--tier"), [item.nodeid for item in items])
+    ledger = Ledger.read()
+    chosen = ledger.chosen(config.getoption("--tier"), [item.nodeid for item in items])
+    number, count = map(int, config.getoption("--slice").split("/"))
+    chosen = set(ledger.part([item.nodeid for item in items if item.nodeid in chosen], number, count))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
 

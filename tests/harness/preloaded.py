@@ -1,6 +1,6 @@
 """What the fork server of the tests has imported before it forks: the package, and what the tests' modules import.
 
-A rank and a command are then a fork, which costs hundredths of a second, not an import of seconds. One step is computed,
+A rank and a command are then a fork, which costs hundredths of a second, not an import of seconds. A step is computed,
 too, so that PyTorch's caches (of dispatch, of DTensor's layouts) are full: a rank's first step takes a third of the
 time. With one thread that is safe; a child that is forked after OpenMP has run with several hangs.
 """
@@ -51,7 +51,12 @@ for _name in (
 def _compute_a_step() -> None:
     """A training step of a small Llama as one of four fake ranks, whose collectives return at once."""
     config = AutoConfig.for_model(
-        "llama", vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        "llama",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     for axes in ({"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 2}):
         with fake_ranks(4, 0):

@@ -1,0 +1,124 @@
+"""Everything that can be tested on one machine, in shards: python tools/test_all.py SHARD/SHARDS [PART ...]
+
+`make test` is the first part of everything; this is the rest of it. Each part is a command with about the minutes that
+it takes on two cores. Parts are dealt to the shards so that these are about as long as each other; the deal depends on
+the number of shards alone, so that shards 1 to n together are every part. A part that fails does not stop the others.
+`list` in place of the shard prints the deal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYTEST = "-m pytest -q -p no:cacheprovider -n 2 --dist worksteal --durations=5"
+SLICES = 4
+"""Of the tests that are too long for one shard."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to run."""
+
+    name: str
+    minutes: float
+    commands: tuple[str, ...]
+
+
+def parts() -> list[Part]:
+    """Every part, those of the pinned environment first."""
+    python = ".venv/bin/python"
+    found = [
+        Part(f"{name}-{piece}", minutes, (f"{python} {PYTEST} {options} --slice {piece}/{SLICES}",))
+        for name, minutes, options in (
+            ("rest", 8, '--tier rest -m "not matrix"'),
+            ("matrix", 8, "-m matrix"),
+        )
+        for piece in range(1, SLICES + 1)
+    ]
+    found += [
+        Part("docs", 2, ("make --no-print-directory docs",)),
+        Part("wheel", 4, ("make --no-print-directory wheel",)),
+        Part("llamafactory-and-trl", 6, ("make --no-print-directory test-llamafactory",)),
+        Part("ray", 4, ("make --no-print-directory test-ray",)),
+    ]
+    for name, interpreter, pins in (
+        ("pytorch-2.11", "", "requirements/torch-2.11.txt"),
+        ("python-3.12", "python3.12", "requirements/lock.txt"),
+        ("python-3.13", "python3.13", "requirements/lock.txt"),
+    ):
+        venv = f".venv-{name}"
+        found.append(
+            Part(
+                name,
+                18,
+                (
+                    f"PYTHON={interpreter} tools/venv.sh {venv} {pins}",
+                    f'{venv}/bin/python {PYTEST} --tier test -m "not matrix"',
+                ),
+            )
+        )
+    return found
+
+
+def deal(every: Sequence[Part], shards: int) -> list[list[Part]]:
+    """The longest part first, each to the shard that has the least to do."""
+    dealt: list[list[Part]] = [[] for _ in range(shards)]
+    for part in sorted(every, key=lambda part: (-part.minutes, part.name)):
+        min(dealt, key=lambda shard: sum(other.minutes for other in shard)).append(part)
+    return dealt
+
+
+def run(part: Part) -> str:
+    """What came of it; the output goes where ours goes."""
+    environment = {
+        **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    began = time.monotonic()
+    for command in part.commands:
+        print(f"== {part.name}: {command}", flush=True)
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, check=False)
+        if done.returncode:
+            return f"FAILED with {done.returncode} after {(time.monotonic() - began) / 60:.1f} min: {command}"
+    return f"passed in {(time.monotonic() - began) / 60:.1f} min"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shard", help="i/n, or list")
+    parser.add_argument("parts", nargs="*", help="run these parts only, whichever shard they are in")
+    arguments = parser.parse_args()
+    every = parts()
+    names = [part.name for part in every]
+    if unknown := sorted(set(arguments.parts) - set(names)):
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(names)}")
+    if arguments.shard == "list":
+        for number, shard in enumerate(deal(every, 6), 1):
+            print(
+                f"{number}/6, {sum(part.minutes for part in shard):g} min: {', '.join(part.name for part in shard)}"
+            )
+        return
+    number, _, shards = arguments.shard.partition("/")
+    if not (number.isdigit() and shards.isdigit() and 1 <= int(number) <= int(shards)):
+        parser.error(f"the shard is i/n with i from 1 to n, not {arguments.shard!r}")
+    chosen = deal(every, int(shards))[int(number) - 1]
+    if arguments.parts:
+        chosen = [part for part in every if part.name in arguments.parts]
+    outcomes = {part.name: run(part) for part in chosen}
+    print("\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))
+    sys.exit(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
+
+
+if __name__ == "__main__":
+    main()
