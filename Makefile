@@ -46,7 +46,7 @@ test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in a separate envi
 	@.venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft --durations=15 $(ARGS)
 
 test-ray: ## Groups of Ray actors in a cluster that the tests start, in a separate environment (.venv-ray)
-	@tools/venv_ray.sh .venv-ray
+	@tools/venv_with.sh .venv-ray requirements/ray.txt
 	@.venv-ray/bin/python -m pytest -q tests/ray_cluster --durations=15 $(ARGS)
 
 lint: venv ## Style, format, types, the direction of imports, device names in one place, vocabulary
@@ -74,5 +74,5 @@ wheel: venv ## Build the wheel into dist/ and run it from an empty environment a
 	@tools/wheel.sh $(VENV)
 
 clean: ## Remove .venv and all caches; runs and checkpoints stay
-	rm -rf $(VENV) .venv-llamafactory .venv-ray .venv-docs site .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+	rm -rf $(VENV) .venv-* site .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,7 @@
     python benchmarks/mutants.py draw --seed 42 --count 150 mutants.json
     python benchmarks/mutants.py instrument mutants.json CLONE RECORDS    # then run its suite, see below
     python benchmarks/mutants.py reach mutants.json RECORDS reach.json    # which tests came to each mutated line
-    python benchmarks/mutants.py judge mutants.json reach.json CLONE verdicts.json
+    python benchmarks/mutants.py judge mutants.json reach.json verdicts.json CLONE ...
 
 A mutant replaces one expression: a comparison by its neighbour, an operator by another, a condition by its opposite, a
 number by the next, True by False, a called statement by nothing. Expressions are those of functions' bodies; each
@@ -21,8 +21,11 @@ import ast
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -31,6 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src/hyper_parallel")
+FAILED = re.compile("(FAILED|ERROR) ")
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -223,40 +227,97 @@ def reach(mutants: list[Mutant], records: Path) -> dict[int, list[str]]:
 
 
 def judge(mutant: Mutant, tests: list[str], clone: Path, timeout: float) -> dict[str, object]:
-    """Run the tests, the cheapest first, with the mutant in place, up to the first that fails."""
+    """Run the tests in this order with the mutant in place, up to the first that fails: `caught`, and `by` which."""
+    if not tests:
+        return {"caught": False, "by": "", "seconds": 0.0}
     file = clone / mutant.file
     original = file.read_bytes()
     began = time.monotonic()
     try:
         file.write_bytes(original[: mutant.start] + mutant.after.encode() + original[mutant.end :])
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "--no-header",
-            *tests,
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(clone / "src"), "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command,
-                cwd=clone,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                check=False,
-            )
-            caught, tail = done.returncode != 0, done.stdout[-1500:]
-        except subprocess.TimeoutExpired:
-            caught, tail = True, f"not finished after {timeout:g} s"
+        code, output = run_tests(tests, clone, timeout)
     finally:
         file.write_bytes(original)
-    return {"caught": caught, "seconds": round(time.monotonic() - began, 1), "tail": tail if caught else ""}
+    failed = [line.split(" - ")[0].split(" ", 1)[1] for line in output.splitlines() if FAILED.match(line)]
+    by = failed[0] if failed else "" if code == 0 else output.strip()[-300:]
+    return {"caught": code != 0, "by": by, "seconds": round(time.monotonic() - began, 1)}
+
+
+def run_tests(tests: list[str], clone: Path, timeout: float) -> tuple[int, str]:
+    """The exit code of pytest on these tests, which ends with the first failure, and what it prints."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "100",
+        *tests,
+    ]
+    path = os.pathsep.join(str(clone / part) for part in ("src", "tests"))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=clone,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return 1, f"not finished after {timeout:g} s"
+    return process.returncode, output
+
+
+def judge_all(
+    mutants: list[Mutant],
+    reached: dict[str, list[str]],
+    costs: dict[str, float],
+    clones: list[Path],
+    timeout: float,
+    out: Path,
+) -> None:
+    """Judge each mutant, in as many processes as there are clones; then run the tests that failed without a mutant."""
+    verdicts: dict[str, dict[str, object]] = json.loads(out.read_text()) if out.exists() else {}
+    waiting = [mutant for mutant in mutants if str(mutant.number) not in verdicts]
+    lock = threading.Lock()
+
+    def work(clone: Path) -> None:
+        while waiting:
+            with lock:
+                if not waiting:
+                    return
+                mutant = waiting.pop(0)
+            tests = [test for test in reached[str(mutant.number)] if "::" in test]
+            tests.sort(key=lambda test: costs.get(test, 0.0))
+            verdict = judge(mutant, tests, clone, timeout)
+            with lock:
+                verdicts[str(mutant.number)] = {"tests": len(tests), **verdict}
+                out.write_text(json.dumps(verdicts, indent=1))
+                print(mutant.number, mutant.file, mutant.line, verdict, flush=True)
+
+    workers = [threading.Thread(target=work, args=(clone,)) for clone in clones]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    guilty = sorted({str(verdict["by"]) for verdict in verdicts.values() if "::" in str(verdict["by"])})
+    for test in guilty:
+        code, _ = run_tests([test], clones[0], timeout)
+        if code:  # it fails in any case: it has caught nothing
+            for number in [number for number, verdict in verdicts.items() if verdict["by"] == test]:
+                print(f"mutant {number}: {test} fails without it, too", flush=True)
+                del verdicts[number]
+    out.write_text(json.dumps(verdicts, indent=1))
+    caught = sum(bool(verdict["caught"]) for verdict in verdicts.values())
+    print(f"{caught} of {len(verdicts)} mutants caught")
 
 
 def main() -> None:
@@ -275,6 +336,14 @@ def main() -> None:
     one = commands.add_parser("reach")
     for name in ("mutants", "records", "out"):
         one.add_argument(name, type=Path)
+    one = commands.add_parser("judge")
+    for name in ("mutants", "reached", "verdicts"):
+        one.add_argument(name, type=Path)
+    one.add_argument(
+        "clones", type=Path, nargs="+", help="copies of the tree, without probes; one process in each"
+    )
+    one.add_argument("--timeout", type=float, default=500, help="seconds for the tests of a mutant")
+    one.add_argument("--costs", type=Path, help="test to seconds, as JSON: the cheapest tests run first")
     arguments = parser.parse_args()
     if arguments.command == "draw":
         drawn = draw(arguments.seed, arguments.count, arguments.least)
@@ -286,6 +355,10 @@ def main() -> None:
         instrument(mutants, arguments.clone, arguments.records)
     elif arguments.command == "reach":
         arguments.out.write_text(json.dumps(reach(mutants, arguments.records), indent=1))
+    elif arguments.command == "judge":
+        costs = json.loads(arguments.costs.read_text()) if arguments.costs else {}
+        reached = json.loads(arguments.reached.read_text())
+        judge_all(mutants, reached, costs, arguments.clones, arguments.timeout, arguments.verdicts)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -30,6 +31,8 @@ class Part:
     name: str
     minutes: float
     commands: tuple[str, ...]
+    python: str = ""
+    """The version of Python that it needs, where that is not the environment's."""
 
 
 def parts() -> list[Part]:
@@ -49,23 +52,30 @@ def parts() -> list[Part]:
         Part("llamafactory-and-trl", 6, ("make --no-print-directory test-llamafactory",)),
         Part("ray", 4, ("make --no-print-directory test-ray",)),
     ]
-    for name, interpreter, pins in (
-        ("pytorch-2.11", "", "requirements/torch-2.11.txt"),
-        ("python-3.12", "python3.12", "requirements/lock.txt"),
-        ("python-3.13", "python3.13", "requirements/lock.txt"),
+    for name, make in (
+        ("pytorch-2.11", "tools/venv_with.sh {venv} requirements/torch-2.11.txt"),
+        ("python-3.12", "tools/venv_with.sh {venv}"),
+        ("python-3.13", "tools/venv_with.sh {venv}"),
     ):
         venv = f".venv-{name}"
-        found.append(
-            Part(
-                name,
-                18,
-                (
-                    f"PYTHON={interpreter} tools/venv.sh {venv} {pins}",
-                    f'{venv}/bin/python {PYTEST} --tier test -m "not matrix"',
-                ),
-            )
-        )
+        test = f'{venv}/bin/python {PYTEST} --tier test -m "not matrix"'
+        found.append(Part(name, 18, (make.format(venv=venv), test), name.partition("python-")[2]))
     return found
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version, on the path or among those of pyenv."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for candidate in (
+        shutil.which(f"python{version}"),
+        *root.glob(f"versions/{version}.*/bin/python{version}"),
+    ):
+        if (
+            candidate
+            and subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0
+        ):
+            return str(candidate)
+    return None
 
 
 def deal(every: Sequence[Part], shards: int) -> list[list[Part]]:
@@ -83,6 +93,11 @@ def run(part: Part) -> str:
         "PYTHONDONTWRITEBYTECODE": "",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
+    if part.python:
+        found = interpreter(part.python)
+        if found is None:
+            return f"skipped: there is no Python {part.python}"
+        environment["PYTHON"] = found
     began = time.monotonic()
     for command in part.commands:
         print(f"== {part.name}: {command}", flush=True)
