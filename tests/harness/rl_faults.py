@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.launch import forkserver
 from hyper_parallel.launch.roles.interface import Group
 from hyper_parallel.launch.roles.local import LocalEngine
 from hyper_parallel.rl.run import RLSummary, run
@@ -108,10 +108,9 @@ def left_behind() -> list[str]:
                     parents[int(entry)], lines[int(entry)] = int(fields[1]), line
     own = {pid for pid, parent in parents.items() if parent == os.getpid()}
     servers = {pid for pid in own if any(word in lines[pid] for word in _KEPT)}
-    # A worker has the command line of the server that it was forked from. This process's own may be a fork, too.
+    # A worker has the command line of the server that it was forked from, which may be a fork of the tests' server.
     launchers = {pid for pid in servers if _KEPT[1] in lines[pid]}
-    if forkserver._server is not None:
-        launchers.add(forkserver._server._process.pid)
+    launchers.update(child.pid for child in multiprocessing.active_children() if child.pid is not None)
     workers = {pid for pid, parent in parents.items() if parent in launchers}
     return [
         lines[pid].replace(b"\0", b" ").decode(errors="replace")[:200] for pid in (own - servers) | workers
