@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.M | re.S)
 
 
+@cache
 def printed(*options: str) -> Any:
     """The schema as the command prints it, ready to check."""
     found = json.loads(CliRunner().invoke(command, options, catch_exceptions=False).output)

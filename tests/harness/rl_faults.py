@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -107,8 +108,10 @@ def left_behind() -> list[str]:
                     parents[int(entry)], lines[int(entry)] = int(fields[1]), line
     own = {pid for pid, parent in parents.items() if parent == os.getpid()}
     servers = {pid for pid in own if any(word in lines[pid] for word in _KEPT)}
-    # A worker has the command line of the server that it was forked from.
-    workers = {pid for pid, parent in parents.items() if parent in servers and _KEPT[1] in lines[pid]}
+    # A worker has the command line of the server that it was forked from, which may be a fork of the tests' server.
+    launchers = {pid for pid in servers if _KEPT[1] in lines[pid]}
+    launchers.update(child.pid for child in multiprocessing.active_children() if child.pid is not None)
+    workers = {pid for pid, parent in parents.items() if parent in launchers}
     return [
         lines[pid].replace(b"\0", b" ").decode(errors="replace")[:200] for pid in (own - servers) | workers
     ]

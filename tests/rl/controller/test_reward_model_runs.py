@@ -90,9 +90,12 @@ def test_rewards_rise(staleness: int, tmp_path: Path) -> None:
         assert all("busy_reward" in one for one in steps)
 
 
-@pytest.mark.parametrize(("group", "place"), [("reward", {"devices": 2}), ("actor", {}), ("rollout", {})])
+@pytest.mark.parametrize(("group", "place"), [("reward", {"devices": 2}), ("actor", {})])
 def test_killed_workers(group: str, place: dict[str, Any], tmp_path: Path) -> None:
-    """The weights are those of a run without faults; a reward model's workers cost no answer."""
+    """The weights are those of a run without faults; a reward model's workers cost no answer.
+
+    Killed rollouts: tests/rl/controller/test_lost_workers.py.
+    """
     folder = reward_folder(tmp_path / "scores")
     roles = {**APART, "reward": place}
     config = reward_config(tmp_path, folder, roles=roles, rl={"steps": 20}, checkpoint={"every": 5})
