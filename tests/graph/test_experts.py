@@ -80,31 +80,30 @@ def test_experts_over_two_ranks_are_eager_bit_for_bit(family: str) -> None:
     assert run_ranks(graph_beside_eager, 2, family, 2, timeout=120) == [[], []]
 
 
-@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("degree", [1, 2])
 def test_experts_without_rows_are_eager_bit_for_bit(degree: int) -> None:
-    assert run_ranks(graph_beside_eager, 4, "mixtral", degree, True, timeout=120) == [[]] * 4
+    assert run_ranks(graph_beside_eager, 2, "mixtral", degree, True, timeout=120) == [[]] * 2
 
 
-def _captured() -> StepGraph:
+@functools.cache
+def _captured(balanced: bool) -> StepGraph:
     fields = FAMILIES["mixtral"]
     config = family_config(fields, {"axes": {"shard": 2, "expert": 2}})
-    with fake_ranks(2, 0):
+    with StepContext(even_load=1.0 if balanced else None).installed(), fake_ranks(2, 0):
         recipe = recipe_of(fields, config)
         return capture_step(recipe, shape_of(micro_batches(recipe.handle, config, draw_batch(fields)), False))
 
 
 def test_a_balanced_graph_is_for_costs_and_is_not_run() -> None:
-    with StepContext(even_load=1.0).installed():
-        balanced = _captured()
+    balanced = _captured(True)
     assert not balanced.sizes
     with pytest.raises(CaptureError, match="spread evenly over the experts"):
         executable(balanced)
 
 
 def test_the_sizes_of_an_exact_graph_have_the_values_of_a_balanced_one() -> None:
-    with StepContext(even_load=1.0).installed():
-        balanced = sum(life.bytes for life in lifetimes(_captured()))
-    exact = _captured()
+    balanced = sum(life.bytes for life in lifetimes(_captured(True)))
+    exact = _captured(False)
     sizes = balanced_sizes(exact)
     assert sizes.keys() >= exact.sizes.keys()
     bytes_of = {load: sum(x.bytes for x in lifetimes(exact, balanced_sizes(exact, load))) for load in (1, 2)}

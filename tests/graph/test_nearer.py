@@ -41,6 +41,7 @@ def test_one_order_is_that_of_both_one_after_the_other(backwards: bool) -> None:
     assert names == [node.name for node in expected.nodes] != [node.name for node in step.nodes]
 
 
+@cache
 def _updated(step: StepGraph) -> dict[str, torch.Tensor]:
     """The state after two steps on one device, from the same values each time."""
     config = family_config(LLAMA, {"precision": {"compute": "bfloat16"}}, None)

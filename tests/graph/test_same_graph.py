@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,9 @@ from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import family_config
 
 
-def _few(layers: int, kept: int) -> tuple[StepGraph, Pair]:
+def _captured(kept: int) -> tuple[StepGraph, Pair]:
     """A step captured with the first `kept` - 1 layers and the last, and the first and the last of these."""
-    family = {**FAMILIES["llama"], "num_hidden_layers": layers}
+    family = {**FAMILIES["llama"], "num_hidden_layers": 9}
     recipe = recipe_of(family, family_config(family, {"axes": {}}, {}))
     (plan, *_), shape = capture_periods._plans(recipe.handle), MicroBatchShape(2, 32, False)
     few = plan._few(
@@ -33,21 +34,28 @@ def _few(layers: int, kept: int) -> tuple[StepGraph, Pair]:
     return few, plan.pair
 
 
-@pytest.fixture(scope="module")
-def two() -> tuple[StepGraph, Pair]:
-    return _few(12, 2)
+_once = functools.cache(_captured)
 
 
-@pytest.fixture(scope="module")
-def three() -> StepGraph:
-    return _few(12, 3)[0]
+def _few(kept: int) -> tuple[StepGraph, Pair]:
+    """A copy of the step, which may be changed."""
+    step, pair = _once(kept)
+    return step.copy(), pair
 
 
 def _nodes(step: StepGraph, target: Any, layer: str) -> list[Any]:
     return [n for n in step.nodes if n.target is target and region_of(n).layer == layer]
 
 
-def test_a_period_more_is_that_of_the_capture(two: tuple[StepGraph, Pair], three: StepGraph) -> None:
+def test_two_captures_of_a_step_and_a_copy_are_the_same() -> None:
+    three, _ = _captured(3)
+    for other in (_once(3)[0], three.copy()):
+        assert difference(three, other) is None
+        assert difference(other, three) is None
+
+
+def test_a_period_more_is_that_of_the_capture() -> None:
+    two, three = _few(2), _few(3)[0]
     assert difference(assembled(*two, [1]), three) is None
     assert difference(assembled(*two, [2]), three) is not None
     assert difference(assembled(*two, [1, 2]), three) is not None
@@ -93,9 +101,8 @@ CHANGES = [_other_number, _other_operand, _other_order, _other_shape, _other_sto
 
 
 @pytest.mark.parametrize("change", [*CHANGES, _other_gradient])
-def test_graphs_that_differ_anywhere_are_told_apart(change: Any, three: StepGraph) -> None:
-    other = _few(12, 3)[0]
-    assert difference(three, other) is None
+def test_graphs_that_differ_anywhere_are_told_apart(change: Any) -> None:
+    three, other = _once(3)[0], _few(3)[0]
     change(other)
     assert difference(three, other) is not None
     assert difference(other, three) is not None
@@ -103,7 +110,7 @@ def test_graphs_that_differ_anywhere_are_told_apart(change: Any, three: StepGrap
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_periods_that_differ_are_refused(change: Any) -> None:
-    step, pair = _few(12, 2)
+    step, pair = _few(2)
     change(step)
     with pytest.raises(Unlike):
         assembled(step, pair, [1])

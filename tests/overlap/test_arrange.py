@@ -29,7 +29,7 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
     return jobs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     job_lists(),
     st.sampled_from([0.0, 3.0, math.inf]),

@@ -24,8 +24,8 @@ from hyper_parallel.overlap.merge_tasks import MergedTasks, Task, merge_tasks
 from hyper_parallel.runtime.stage_costs import parts_of
 
 CASES: dict[str, tuple[Mapping[str, Any], dict[str, int]]] = {
-    "tensor": (settings_of("gemma2", 4), {"tensor": 2}),
-    "experts": (settings_of("mixtral", 4), {"shard": 2, "expert": 2}),
+    "tensor": (settings_of("gemma2", 3), {"tensor": 2}),
+    "experts": (settings_of("mixtral", 2), {"shard": 2, "expert": 2}),
 }
 
 
@@ -35,6 +35,9 @@ def _stages(case: str, rank: int) -> tuple[Stage, ...]:
     with fake_ranks(2, rank):
         found = Captured(family, {"axes": axes, "check": False})
         return partition(found.step, by_modules(even_cut(found.model, 2, "model.layers")), 2).stages
+
+
+_needs = functools.cache(dependencies)
 
 
 def _tasks(case: str, rank: int, ahead: int, back: int, costly: float = 1.0) -> tuple[Task, Task]:
@@ -70,8 +73,9 @@ def _cut(task: Task) -> list[list[fx.Node]]:
     return turns
 
 
-@pytest.mark.parametrize("costly", [0.0, 1.0, 100.0])
-@pytest.mark.parametrize(("ahead", "back"), [(0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("ahead", "back", "costly"), [(0, 0, 0.0), (0, 0, 1.0), (0, 1, 1.0), (0, 1, 100.0), (1, 0, 1.0)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_merged_tasks_keep_their_dependencies_and_all_ranks_one_order_of_collectives(
     case: str, ahead: int, back: int, costly: float
@@ -83,7 +87,7 @@ def test_merged_tasks_keep_their_dependencies_and_all_ranks_one_order_of_collect
         mine = [node for lane, node in order if lane == at]
         assert mine == list(task.nodes)
         place = {node: where for where, node in enumerate(mine)}
-        needs = dependencies(task.step)
+        needs = _needs(task.step)
         assert all(place[other] < place[node] for node in mine for other in needs[node] if other in place)
     # Of each collective its task and number; the graphs of another rank have nodes of the same names.
     other = _tasks(case, 1, ahead, back)
@@ -134,7 +138,7 @@ def _one_second(node: fx.Node) -> float:
     return 0.0 if is_wait(node) else 1.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seconds=st.lists(st.integers(0, 9), min_size=64, max_size=64),
     slowdown=st.sampled_from([1.0, 1.3]),
