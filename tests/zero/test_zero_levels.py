@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.strategy import Memory, Strategy
 
 LEVELS = ["optimizer", "gradients", "parameters"]
+expected_step = functools.cache(one_device_step)
 
 
 def _rank(
@@ -56,33 +58,60 @@ COLLECTIVES = {
     "gradients": {"all_gather": 3, "reduce_scatter": 6},
     "parameters": {"all_gather": 2 * (2 * 2 + 1), "reduce_scatter": 6},
 }
+KEPT = {"reshard_after_forward": {"*": False, "model.layers.1": True}}
+AXES = {
+    "replicate 2": {"replicate": 2},
+    "replicate 2 shard 2": {"replicate": 2, "shard": 2},
+    "shard 2 tensor 2": {"shard": 2, "tensor": 2},
+}
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    **{level: ("llama", {"axes": {"shard": 2}, "memory": {"shard": level}}, 2) for level in LEVELS},
+    "kept": ("llama", {"axes": {"shard": 2}, "memory": KEPT}, 1),
+    **{
+        f"{name}, {level}": (
+            "llama-tied",
+            {"axes": axes, "memory": {"shard": level, "recompute": "layer"}},
+            1,
+        )
+        for name, axes in AXES.items()
+        for level in LEVELS
+    },
+}
+
+
+def _ranks(rank: int, world: int, cases: list[tuple[str, dict[str, Any], int]]) -> list[Any]:
+    return [_rank(rank, world, *case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, list[tuple[Step, Counter[str]]]]:
+    """What each rank of each case computed. The same workers run all cases of as many ranks."""
+    found = {}
+    for world in (2, 4):
+        names = [name for name, (_, fields, _) in CASES.items() if Strategy(**fields).axes.world == world]
+        by_rank = run_ranks(_ranks, world, [CASES[name] for name in names])
+        found.update(zip(names, zip(*by_rank, strict=True), strict=True))
+    return found
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_each_level_makes_its_collectives_and_the_same_gradients(level: str) -> None:
-    fields = {"axes": {"shard": 2}, "memory": {"shard": level}}
-    expected = one_device_step("llama")
-    for got, kinds in run_ranks(_rank, 2, "llama", fields, 2):
-        _close(got, expected)
+def test_each_level_makes_its_collectives_and_the_same_gradients(ran: Any, level: str) -> None:
+    for got, kinds in ran[level]:
+        _close(got, expected_step("llama"))
         assert kinds == COLLECTIVES[level]
 
 
-def test_layers_that_keep_their_parameters_are_not_gathered_again() -> None:
-    kept = {"*": False, "model.layers.1": True}
-    fields = {"axes": {"shard": 2}, "memory": {"reshard_after_forward": kept}}
-    expected = one_device_step("llama")
-    for got, kinds in run_ranks(_rank, 2, "llama", fields, 1):
-        _close(got, expected)
+def test_layers_that_keep_their_parameters_are_not_gathered_again(ran: Any) -> None:
+    for got, kinds in ran["kept"]:
+        _close(got, expected_step("llama"))
         assert kinds == {"all_gather": 2 * (2 + 1 + 1), "reduce_scatter": 6}
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("axes", [{"replicate": 2, "shard": 2}, {"replicate": 2}, {"shard": 2, "tensor": 2}])
-def test_each_level_composes(axes: dict[str, int], level: str) -> None:
-    fields = {"axes": axes, "memory": {"shard": level, "recompute": "layer"}}
-    expected = one_device_step("llama-tied")
-    for got, kinds in run_ranks(_rank, Strategy(**fields).axes.world, "llama-tied", fields, 1):
-        _close(got, expected)
+@pytest.mark.parametrize("name", AXES)
+def test_each_level_composes(ran: Any, name: str, level: str) -> None:
+    for got, kinds in ran[f"{name}, {level}"]:
+        _close(got, expected_step("llama-tied"))
         # Gradients are summed over the copies of a shard in the last micro-batch only.
         assert kinds.get("all_reduce", 3) == 3
 
@@ -90,7 +119,7 @@ def test_each_level_composes(axes: dict[str, int], level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_traceable_lowering_gives_the_same_gradients(level: str) -> None:
     strategy = Strategy(axes={"shard": 2}, memory={"shard": level})
-    _close(simulated_step("llama", strategy), one_device_step("llama"))
+    _close(simulated_step("llama", strategy), expected_step("llama"))
 
 
 def test_a_pattern_that_no_layer_has_is_refused() -> None:

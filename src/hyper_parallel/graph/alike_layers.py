@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from hyper_parallel.graph.ir import Size, Value, values_of
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _TENSORS = ("_parameters", "_buffers", "_modules")
+_OF_GENERATION = "generation_config"
+"""An attribute of Transformers' models that no step uses. It holds a hash that each process computes anew."""
 _HOOKS = ("_forward", "_backward", "_state_dict", "_load_state_dict")
 """How attributes of every nn.Module begin whose keys are numbers that are never given twice."""
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
@@ -34,14 +37,14 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 def described(module: nn.Module) -> dict[str, str]:
     """What a module computes, up to its values: classes, attributes, parameters and buffers of all its parts.
 
-    An object that is neither plain, nor a container or an object of such, is told by its identity: only what shares it
-    is alike.
+    An object that is neither plain, nor a container or an object of such, nor found under its name in its module, is
+    told by its identity: only what shares it is alike.
     """
     found: dict[str, str] = {}
     for path, part in module.named_modules():
         found[f"{path}:class"] = f"{type(part).__module__}.{type(part).__qualname__}"
         for key, value in vars(part).items():
-            if key not in _TENSORS:
+            if key not in _TENSORS and key != _OF_GENERATION:
                 shown = list(value.values()) if key.startswith(_HOOKS) and isinstance(value, dict) else value
                 found[f"{path}:{key}"] = _attribute(shown, set())
         for own, p in part._parameters.items():
@@ -70,10 +73,18 @@ def _attribute(value: Any, inside: set[int]) -> str:
         return f"{kind}{sorted(_attribute(one, inside) for one in value)}"
     if isinstance(value, functools.partial):
         return f"{kind}{_attribute([value.func, value.args, value.keywords], inside)}"
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and _is_found_by_name(value):
+        return f"{kind} {value.__module__}.{value.__name__}"
     own = getattr(value, "__dict__", None)
     if isinstance(value, type | types.FunctionType | torch.Tensor | nn.Module) or not own:
         return f"{kind} {id(value)}"
     return f"{kind}{_attribute(own, inside)}"
+
+
+def _is_found_by_name(value: Any) -> bool:
+    """Whether a function or a class is what its module has under its name, in every process that imports it."""
+    module = sys.modules.get(value.__module__ or "")
+    return module is not None and getattr(module, value.__name__, None) is value
 
 
 def signature(module: nn.Module) -> str:
