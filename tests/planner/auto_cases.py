@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from harness.fork_server import fork_context
 from harness.targets import note
 from hyper_parallel import config as files
 from hyper_parallel.cluster import Cluster, CollectiveTable, Device, Shared, Tier
 from hyper_parallel.config import RunConfig
-from hyper_parallel.launch import Worker
-from hyper_parallel.planner.auto import entry
+from hyper_parallel.launch import Worker, run
+from hyper_parallel.planner.auto import entry, measure_candidates
 from hyper_parallel.planner.auto.entry import together
 from hyper_parallel.planner.auto.measure_candidates import tried
 from hyper_parallel.train import Trainer
 
 GIB = float(1 << 30)
+_SERVER = "HYPER_PARALLEL_TESTS_FORK_SERVER"
 
 
 def device(gib: float = 8.0) -> Device:
@@ -64,6 +68,23 @@ def run_file(folder: Path, strategy: Any = "auto", heads: int = 4, **sections: A
     return files.from_dict(data)
 
 
+def launched(config: RunConfig, target: str) -> int:
+    """The exit code of a run whose workers call a function of this module."""
+    fork_context()
+    os.environ[_SERVER] = str(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
+    return run(config, f"{__name__}:{target}")
+
+
+def _cheap_trials() -> None:
+    """In a worker: its trials and simulations are forks of the tests' server, which has imported what they need, and a
+    trial has no more steps than it needs."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = os.environ[_SERVER]
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    server.ensure_running = resource_tracker.ensure_running
+    measure_candidates.MOST = measure_candidates.LEAST
+
+
 def left() -> list[int]:
     """How many processes this one has started that have not ended, and how many process groups there are."""
     return [len(multiprocessing.active_children()), len(dist.distributed_c10d._world.pg_map)]
@@ -71,6 +92,7 @@ def left() -> list[int]:
 
 def train(config: RunConfig, worker: Worker) -> None:
     """Settle what is open, train, and note how it went."""
+    _cheap_trials()
     found = together(config, worker) if config.open else config
     after = left()
     trained = Trainer(found).run(worker)
@@ -94,6 +116,7 @@ def try_without_time(config: RunConfig, worker: Worker) -> None:
 
 
 def _try(runs: list[RunConfig], config: RunConfig, worker: Worker, limit: float) -> None:
+    _cheap_trials()
     said: list[str] = []
     seconds = tried(runs, worker, at_once=True, seconds=limit, say=said.append)
     note(config, worker.rank, seconds=seconds, said="\n".join(said), left=left())

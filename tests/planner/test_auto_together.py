@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from auto_cases import machine, run_file
+from auto_cases import launched, machine, run_file
 
 from harness.commands import noted
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.launch import run
 from hyper_parallel.train import Trainer
 from hyper_parallel.verify import verify_file
 
@@ -23,7 +22,7 @@ def test_all_ranks_take_what_rank_0_chose(tmp_path: Path) -> None:
         "cluster": str(tmp_path / "cluster.yaml"),
     }
     config = run_file(tmp_path, open_, heads=1, train={"batch": 2}, launch={"workers": 2})
-    assert run(config, "auto_cases:settle") == 0
+    assert launched(config, "settle") == 0
     first, second = (noted(tmp_path, rank) for rank in range(2))
     assert first["axes"] == second["axes"] and first["axes"]["replicate"] == 2 and first["micro"] == 1
     text = (tmp_path / "run" / "strategy.yaml").read_text()
@@ -35,7 +34,7 @@ def test_all_ranks_end_with_what_rank_0_found_wrong(
 ) -> None:
     machine(2, gib=0.1).dump(tmp_path / "cluster.yaml")
     strategy = {"axes": "auto", "cluster": str(tmp_path / "cluster.yaml")}
-    assert run(run_file(tmp_path, strategy, launch={"workers": 2}), "auto_cases:settle") == 2
+    assert launched(run_file(tmp_path, strategy, launch={"workers": 2}), "settle") == 2
     assert capfd.readouterr().err.count("fits no strategy of 2 workers") == 1
 
 

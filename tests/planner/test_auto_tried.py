@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from auto_cases import machine, run_file
+from auto_cases import launched, machine, run_file
 
 from harness.commands import noted
 from hyper_parallel import compat
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.launch import Worker, run
+from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto import entry, measure_candidates
 from hyper_parallel.planner.auto.choose import Choice
 from hyper_parallel.planner.auto.saved_choice import STRATEGY_FILE
@@ -148,7 +148,7 @@ def test_what_fails_on_one_rank_is_left_on_all_and_told(tmp_path: Path, budget: 
     memory = {"device": budget, "host": "1GiB"}
     sections = {**SMALL_RUN, "data": {**SMALL_RUN["data"], "cache": str(tmp_path)}}
     config = run_file(tmp_path, {"axes": {"replicate": 2}, "memory": memory}, **sections)
-    assert run(config, "auto_cases:try_with_a_failure") == 0
+    assert launched(config, "try_with_a_failure") == 0
     first, second = (noted(tmp_path, rank) for rank in range(2))
     assert first["seconds"] == second["seconds"]
     missing, within = first["seconds"]
@@ -161,7 +161,7 @@ def test_what_fails_on_one_rank_is_left_on_all_and_told(tmp_path: Path, budget: 
 def test_trials_end_with_their_time(tmp_path: Path) -> None:
     sections = {**SMALL_RUN, "data": {**SMALL_RUN["data"], "cache": str(tmp_path)}}
     config = run_file(tmp_path, {"axes": {"replicate": 2}}, **sections)
-    assert run(config, "auto_cases:try_without_time") == 0
+    assert launched(config, "try_without_time") == 0
     first, second = (noted(tmp_path, rank) for rank in range(2))
     assert first["seconds"] == second["seconds"] == [None, None]
     # On a machine that is busy the time may be over before the first one begins.
@@ -201,7 +201,7 @@ def test_a_run_after_a_trial_is_the_run_without_one(
         "tries": 3,
     }
     config = run_file(tmp_path, open_, **sections)
-    assert run(config, f"auto_cases:{target}") == 0
+    assert launched(config, target) == 0
     assert "that were tried, it took the least" in (tmp_path / "run" / STRATEGY_FILE).read_text()
     first, second = (noted(tmp_path, rank) for rank in range(2))
     assert first["laid"] == second["laid"] and first["losses"] == second["losses"]
@@ -209,5 +209,5 @@ def test_a_run_after_a_trial_is_the_run_without_one(
 
     sections["train"]["micro_batch"] = first["micro"]
     plain = run_file(tmp_path / "plain", first["laid"], **sections)
-    assert run(plain, "auto_cases:train") == 0
+    assert launched(plain, "train") == 0
     assert noted(tmp_path / "plain", 0)["losses"] == first["losses"]

@@ -35,7 +35,7 @@ def fits(timing: Timing, caps: list[float]) -> bool:
     return all(peak <= cap * NEAR for peak, cap in zip(timing.peaks, caps, strict=True))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     ranks=st.integers(1, 5),
     parts=st.integers(1, 3),

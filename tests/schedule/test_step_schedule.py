@@ -129,7 +129,7 @@ def _shortest(kinds: list[MicroBatchKind], ranks: int) -> float:
     return best
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_small_steps_are_near_the_best_of_all_orders(seed: int) -> None:
     """Two ranks and three micro-batches; splitting backward passes may even be shorter than all of these orders."""
     draw = random.Random(seed)

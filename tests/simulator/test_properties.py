@@ -48,11 +48,6 @@ def traces(draw: st.DrawFn) -> Trace:
     return trace(*written)
 
 
-def _run(given: Trace) -> tuple[Timeline, Costs]:
-    cluster = toy(slowdown=1.5, latency=0.25)
-    return simulate(given, cluster), Costs(cluster)
-
-
 def _alone(costs: Costs, op: object) -> float:
     if op.collective:  # type: ignore[attr-defined]
         return sum(leg.latency + leg.seconds for leg in costs.legs(op.collective))  # type: ignore[attr-defined]
@@ -63,8 +58,16 @@ def _alone(costs: Costs, op: object) -> float:
 
 @settings(max_examples=150, deadline=None)
 @given(traces())
-def test_no_simulation_is_faster_than_it_can_be(drawn: Trace) -> None:
-    timeline, costs = _run(drawn)
+def test_every_simulation(drawn: Trace) -> None:
+    cluster = toy(slowdown=1.5, latency=0.25)
+    timeline = simulate(drawn, cluster)
+    _is_no_faster_than_it_can_be(drawn, timeline, Costs(cluster))
+    _keeps_its_order_and_runs_nothing_twice_at_once(drawn, timeline)
+    _computes_in_every_moment_or_explains_it(timeline)
+    _has_the_memory_that_its_ops_keep(drawn, timeline)
+
+
+def _is_no_faster_than_it_can_be(drawn: Trace, timeline: Timeline, costs: Costs) -> None:
     for name, ops in drawn.ops.items():
         path: list[float] = []
         queues: dict[str, float] = defaultdict(float)
@@ -78,10 +81,7 @@ def test_no_simulation_is_faster_than_it_can_be(drawn: Trace) -> None:
             assert span.end - span.start >= _alone(costs, span.op) - SLACK
 
 
-@settings(max_examples=150, deadline=None)
-@given(traces())
-def test_order_is_kept_and_nothing_runs_twice_at_once(drawn: Trace) -> None:
-    timeline, _ = _run(drawn)
+def _keeps_its_order_and_runs_nothing_twice_at_once(drawn: Trace, timeline: Timeline) -> None:
     assert len(timeline.spans) == sum(len(ops) for ops in drawn.ops.values())
     for name in drawn.ops:
         spans = timeline.of(name)
@@ -101,10 +101,7 @@ def test_order_is_kept_and_nothing_runs_twice_at_once(drawn: Trace) -> None:
             assert all(first.end <= then.start for first, then in pairwise(ordered))
 
 
-@settings(max_examples=150, deadline=None)
-@given(traces())
-def test_every_moment_is_computed_in_or_explained(drawn: Trace) -> None:
-    timeline, _ = _run(drawn)
+def _computes_in_every_moment_or_explains_it(timeline: Timeline) -> None:
     for name, bubbles in timeline.bubbles_by_class.items():
         busy = sorted((s.start, s.end) for s in timeline.of(name) if s.op.queue.startswith("compute"))
         length, until = 0.0, 0.0
@@ -116,10 +113,7 @@ def test_every_moment_is_computed_in_or_explained(drawn: Trace) -> None:
     assert masked is None or -SLACK <= masked <= 1
 
 
-@settings(max_examples=100, deadline=None)
-@given(traces())
-def test_memory_is_what_its_ops_keep(drawn: Trace) -> None:
-    timeline, _ = _run(drawn)
+def _has_the_memory_that_its_ops_keep(drawn: Trace, timeline: Timeline) -> None:
     for name, ops in drawn.ops.items():
         curve = timeline.memory(name)
         freed = {storage for op in ops for storage in op.frees}
