@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -197,13 +198,26 @@ def _mutant(number: int, file: Path, before: ast.expr, after: ast.expr) -> Mutan
     )
 
 
+def placed(mutant: Mutant, clone: Path) -> Mutant:
+    """The mutant where its expression stands in this clone, whose file may have changed around it.
+
+    Raises ValueError where the expression is gone.
+    """
+    content, text = (clone / mutant.file).read_bytes(), mutant.before.encode()
+    starts = [match.start() for match in re.finditer(re.escape(text), content)]
+    if not starts:
+        raise ValueError(f"{mutant.file} has {mutant.before!r} no longer; draw mutants of this source")
+    start = min(starts, key=lambda start: abs(start - mutant.start))
+    return replace(mutant, start=start, end=start + len(text))
+
+
 def instrument(mutants: list[Mutant], clone: Path, records: Path) -> None:
     """Write probes into the clone's source: the mutated expressions then record the tests that evaluate them."""
     records.mkdir(parents=True, exist_ok=True)
     (clone / PACKAGE / "_probe.py").write_text(f"RECORDS = {str(records)!r}\n" + PROBE)
     files: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
-        files[mutant.file].append(mutant)
+        files[mutant.file].append(placed(mutant, clone))
     call = '(__import__("hyper_parallel._probe", fromlist=["hit"]).hit({}) or '
     for name, found in files.items():
         content = (clone / name).read_bytes()
@@ -230,7 +244,7 @@ def judge(mutant: Mutant, tests: list[str], clone: Path, timeout: float) -> dict
     """Run the tests in this order with the mutant in place, up to the first that fails: `caught`, and `by` which."""
     if not tests:
         return {"caught": False, "by": "", "seconds": 0.0}
-    file = clone / mutant.file
+    mutant, file = placed(mutant, clone), clone / mutant.file
     original = file.read_bytes()
     began = time.monotonic()
     try:
@@ -259,6 +273,7 @@ def run_tests(tests: list[str], clone: Path, timeout: float) -> tuple[int, str]:
     ]
     path = os.pathsep.join(str(clone / part) for part in ("src", "tests"))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    shutil.rmtree(clone / ".cache", ignore_errors=True)  # what passed without the mutant
     with subprocess.Popen(
         command,
         cwd=clone,
