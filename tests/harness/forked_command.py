@@ -1,8 +1,11 @@
-"""`run_command`: `hyper-parallel` in a process that has imported it already.
+"""`run_command` and `run_script`: `hyper-parallel`, or a Python program, in a process that has imported it already.
 
 What `python -m hyper_parallel ARGUMENTS` does from the first line of `main` on, with its own folder, environment, open
 files, signals and exit code, but without start-up, which is seconds of importing. The fork server that a command starts
-for its workers is a fork, too. Start-up itself is tested by subprocesses (tests/cli/test_cli_starts_fast.py).
+for its workers is a fork, too. Start-up itself is tested by subprocesses (tests/cli/test_cli_starts_fast.py), and so is
+what reads its environment when it is imported, or ends with the interpreter.
+
+A command ends with the test process, however that ends, and its workers end with it.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import atexit
 import io
 import json
+import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -20,18 +25,19 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-from harness.fork_server import fork_context
+from harness.fork_server import end_with_server, fork_context, server_pid
 
 HERE = Path(__file__).parents[2]
 
 
 class CommandProcess:
-    """A running command, with what tests use of `subprocess.Popen`."""
+    """A running command, with what tests use of `subprocess.Popen`; at the end of a `with` block it is killed."""
 
     def __init__(
         self,
@@ -41,19 +47,34 @@ class CommandProcess:
         env: Mapping[str, str] | None = None,
         largest_file: int = resource.RLIM_INFINITY,
         together: bool = False,
+        program: Path | str | None = None,
     ) -> None:
-        """`largest_file`: the limit on files in bytes. `together`: errors go into the output."""
+        """`largest_file`: the limit on files in bytes. `together`: errors go into the output. `program`: a Python file
+        or its text; left out, `hyper-parallel`.
+        """
         self.arguments = list(arguments)
-        self._files = [tempfile.TemporaryFile() for _ in range(1 if together else 2)]
-        descriptors = [DupFd(file.fileno()) for file in self._files]
-        environment = dict(os.environ if env is None else env)
-        self._process = fork_context().Process(
-            target=_become_command,
-            args=(self.arguments, str(folder), environment, descriptors, largest_file),
+        self._files = [tempfile.TemporaryFile() for _ in range(1 if together else 2)]  # noqa: SIM115
+        context = fork_context()
+        start = _Start(
+            server_pid(),
+            program,
+            self.arguments,
+            str(folder),
+            dict(os.environ if env is None else env),
+            largest_file,
         )
+        descriptors = [DupFd(file.fileno()) for file in self._files]
+        # A daemon: the test process does not wait at its end for one that a test forgot.
+        self._process = context.Process(target=_become, args=(start, descriptors), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+
+    def __enter__(self) -> CommandProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
@@ -71,13 +92,13 @@ class CommandProcess:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
+        """SIGKILL, if it still runs; its workers end with it."""
         self._process.kill()
         self._process.join()
 
     def output(self) -> list[str]:
         """What it has written so far: the output and, unless they go together, the errors."""
-        return [content.decode() for content in self._read()]
+        return [content.decode(errors="replace") for content in self._read()]
 
     def _read(self) -> list[bytes]:
         return [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in self._files]
@@ -91,17 +112,38 @@ def run_command(
     largest_file: int = resource.RLIM_INFINITY,
 ) -> subprocess.CompletedProcess[str]:
     """Run `hyper-parallel ARGUMENTS` in a folder. Raises subprocess.TimeoutExpired, after it was killed."""
-    command = CommandProcess(arguments, folder, env=env, largest_file=largest_file)
-    try:
-        code = command.wait(timeout)
-    finally:
-        command.kill()
-    return subprocess.CompletedProcess(["hyper-parallel", *arguments], code, *command.output())
+    with CommandProcess(arguments, folder, env=env, largest_file=largest_file) as command:
+        return subprocess.CompletedProcess(
+            ["hyper-parallel", *arguments], command.wait(timeout), *command.output()
+        )
 
 
-def _become_command(
-    arguments: list[str], folder: str, environment: dict[str, str], files: list[Any], largest_file: int
-) -> NoReturn:
+def run_script(
+    program: Path | str,
+    *arguments: str,
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python file (a path), or code (a string, as behind `python -c`), as `run_command` runs a command."""
+    with CommandProcess(arguments, folder, env=env, program=program) as script:
+        return subprocess.CompletedProcess([str(program), *arguments], script.wait(timeout), *script.output())
+
+
+@dataclass(frozen=True)
+class _Start:
+    server: int
+    program: Path | str | None
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    largest_file: int
+
+
+def _become(start: _Start, files: list[Any]) -> NoReturn:
+    end_with_server(start.server)
+    multiprocessing.current_process().daemon = False  # it may have children
+    multiprocessing.set_start_method(None, force=True)
     descriptors = [file.detach() for file in files]
     output, errors = descriptors[0], descriptors[-1]
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -110,22 +152,18 @@ def _become_command(
     sys.stdout, sys.stderr = (_text(1, line_buffering=False), _text(2, line_buffering=True))
     os.setsid()
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    os.environ.update(start.environment)
+    os.chdir(start.folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (start.largest_file, start.largest_file))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    # As `python -m` has it: the folder first; of the tests' own folders only those that the environment names.
-    named = environment.get("PYTHONPATH", "").split(os.pathsep)
-    tests = {str(HERE / part) for part in ("tests", "benchmarks", "tools")} - set(named)
-    sys.path[:] = [folder, *(path for path in sys.path if path not in tests)]
-    sys.argv = ["hyper-parallel", *arguments]
+    program = start.program
+    first = str(program.resolve().parent) if isinstance(program, Path) else start.folder
+    sys.path[:] = _search_path(first, start.environment.get("PYTHONPATH", ""))
     _fork_the_server_of_workers()
     code: Any = 0
     try:
-        from hyper_parallel.cli.main import main
-
-        main()
+        _run(program, start.arguments)
     except SystemExit as end:
         code = end.code
     except BaseException:
@@ -140,8 +178,30 @@ def _become_command(
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+def _search_path(first: str, pythonpath: str) -> list[str]:
+    """As Python has it: the program's folder, then PYTHONPATH; the tests' own folders only where that names them."""
+    named = [folder for folder in pythonpath.split(os.pathsep) if folder]
+    hidden = {str(HERE / part) for part in ("tests", "benchmarks", "tools")}
+    return [first, *named, *(folder for folder in sys.path if folder not in hidden and folder not in named)]
+
+
+def _run(program: Path | str | None, arguments: list[str]) -> None:
+    if program is None:
+        from hyper_parallel.cli.main import main
+
+        sys.argv = ["hyper-parallel", *arguments]
+        main()
+    elif isinstance(program, Path):
+        sys.argv = [str(program), *arguments]
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        sys.argv = ["-c", *arguments]
+        sys.modules["__main__"] = module = ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), module.__dict__)
+
+
 def _text(descriptor: int, line_buffering: bool) -> io.TextIOWrapper:
-    raw = open(descriptor, "wb", closefd=False)
+    raw = open(descriptor, "wb", closefd=False)  # noqa: SIM115
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=line_buffering)
 
 
@@ -176,7 +236,7 @@ class _ServerProcess:
         self.pid = pid
         self.returncode: int | None = None
         reader, writer = os.pipe()
-        self.stderr = open(reader, "rb")
+        self.stderr = open(reader, "rb")  # noqa: SIM115
         message = json.dumps([json.loads(command[-3]), int(command[-1]), dict(env)]).encode()
         socket.send_fds(channel, [len(message).to_bytes(8, "little")], [descriptor, writer])
         channel.sendall(message)

@@ -7,14 +7,15 @@ compute or start a thread: a child forked after OpenMP has run hangs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import pkgutil
 
 import hyper_parallel
 
 MODELS = (
-    "deepseek_v3", "gemma2", "gemma3", "gpt2", "gpt_oss", "llama", "llava", "mistral", "mixtral", "olmoe", "opt", "phi3",
-    "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "t5",
+    "deepseek_v3", "gemma2", "gemma3", "gpt2", "gpt_oss", "llama", "llava", "mistral", "mixtral", "olmoe", "opt",
+    "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "t5",
 )  # fmt: skip
 OTHERS = (
     "hypothesis", "numpy", "peft", "pytest", "rich.live", "rich.table", "tokenizers", "yaml",
@@ -38,3 +39,5 @@ for _name in (
     # A part that needs an extra which is not installed is imported by nobody else either.
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
+
+gc.freeze()  # the collector of a fork would walk through all of it, and so copy its pages
