@@ -2,8 +2,8 @@
 
 What `python -m hyper_parallel ARGUMENTS` does from the first line of `main` on, with its own folder, environment, open
 files, signals and exit code, but without start-up, which is seconds of importing. The fork server that a command starts
-for its workers is a fork, too. Start-up itself is tested by subprocesses (tests/cli/test_cli_starts_fast.py), and so is
-what reads its environment when it is imported, or ends with the interpreter.
+for its workers is a fork, too (`harness.forked_workers`). Start-up itself, what reads its environment when it is
+imported, and what ends with the interpreter are tested by subprocesses, such as tests/cli/test_cli_starts_fast.py.
 
 A command ends with the test process, however that ends, and its workers end with it.
 """
@@ -11,14 +11,12 @@ A command ends with the test process, however that ends, and its workers end wit
 from __future__ import annotations
 
 import atexit
-import io
-import json
+import importlib
 import multiprocessing
 import os
 import resource
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,10 +26,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NoReturn
 
 from harness.fork_server import end_with_server, fork_context, server_pid
+from harness.forked_workers import fork_server_of_workers, text_stream
 
 HERE = Path(__file__).parents[2]
 
@@ -149,8 +148,9 @@ def _become(start: _Start, files: list[Any]) -> NoReturn:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (errors, 2)):
         os.dup2(source, target)
-    sys.stdout, sys.stderr = (_text(1, line_buffering=False), _text(2, line_buffering=True))
+    sys.stdout, sys.stderr = (text_stream(1, line_buffering=False), text_stream(2, line_buffering=True))
     os.setsid()
+    before = dict(os.environ)
     os.environ.clear()
     os.environ.update(start.environment)
     os.chdir(start.folder)
@@ -160,7 +160,8 @@ def _become(start: _Start, files: list[Any]) -> NoReturn:
     program = start.program
     first = str(program.resolve().parent) if isinstance(program, Path) else start.folder
     sys.path[:] = _search_path(first, start.environment.get("PYTHONPATH", ""))
-    _fork_the_server_of_workers()
+    _read_hub_variables(before)
+    fork_server_of_workers()
     code: Any = 0
     try:
         _run(program, start.arguments)
@@ -185,6 +186,18 @@ def _search_path(first: str, pythonpath: str) -> list[str]:
     return [first, *named, *(folder for folder in sys.path if folder not in hidden and folder not in named)]
 
 
+def _read_hub_variables(before: Mapping[str, str]) -> None:
+    """Of another Hub or cache than the server's: `huggingface_hub` and `datasets` read them when they are imported."""
+    if all(
+        before.get(name) == os.environ.get(name) for name in {*before, *os.environ} if name.startswith("HF_")
+    ):
+        return
+    constants = importlib.reload(importlib.import_module("huggingface_hub.constants"))
+    importlib.import_module("huggingface_hub.hf_api").api.endpoint = constants.ENDPOINT
+    if "datasets" in sys.modules:
+        importlib.reload(sys.modules["datasets.config"])
+
+
 def _run(program: Path | str | None, arguments: list[str]) -> None:
     if program is None:
         from hyper_parallel.cli.main import main
@@ -198,100 +211,3 @@ def _run(program: Path | str | None, arguments: list[str]) -> None:
         sys.argv = ["-c", *arguments]
         sys.modules["__main__"] = module = ModuleType("__main__")
         exec(compile(program, "<string>", "exec"), module.__dict__)
-
-
-def _text(descriptor: int, line_buffering: bool) -> io.TextIOWrapper:
-    raw = open(descriptor, "wb", closefd=False)  # noqa: SIM115
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=line_buffering)
-
-
-def _fork_the_server_of_workers() -> None:
-    """Fork a process now, while there is one thread, that becomes the fork server of the command when it starts one."""
-    from hyper_parallel.launch import forkserver
-
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        _become_server(theirs)
-    theirs.close()
-    standby = [(ours, pid)]
-
-    def popen(command: list[str], *, pass_fds: Sequence[int] = (), **options: Any) -> Any:
-        if not standby or forkserver._BOOT not in command:
-            return subprocess.Popen(command, pass_fds=pass_fds, **options)
-        return _ServerProcess(*standby.pop(), command, pass_fds[0], options["env"])
-
-    forkserver.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
-    )
-
-
-class _ServerProcess:
-    """What `launch.forkserver` uses of `subprocess.Popen`."""
-
-    def __init__(
-        self, channel: socket.socket, pid: int, command: list[str], descriptor: int, env: Mapping[str, str]
-    ) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        reader, writer = os.pipe()
-        self.stderr = open(reader, "rb")  # noqa: SIM115
-        message = json.dumps([json.loads(command[-3]), int(command[-1]), dict(env)]).encode()
-        socket.send_fds(channel, [len(message).to_bytes(8, "little")], [descriptor, writer])
-        channel.sendall(message)
-        channel.close()
-        os.close(writer)
-
-    def poll(self) -> int | None:
-        return self._wait(os.WNOHANG)
-
-    def wait(self) -> int:
-        code = self._wait(0)
-        assert code is not None
-        return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def _wait(self, options: int) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, options)
-            except ChildProcessError:
-                pid, status = self.pid, 0
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
-def _become_server(channel: socket.socket) -> NoReturn:
-    """Wait until the command starts its fork server; end with the command if it starts none."""
-    size, descriptors, _, _ = socket.recv_fds(channel, 8, 2)
-    if not size:
-        os._exit(0)
-    content = b""
-    while len(content) < int.from_bytes(size, "little"):
-        content += channel.recv(1 << 16)
-    path, parent, environment = json.loads(content)
-    channel.close()
-    os.setsid()
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for source, target in ((nothing, 0), (nothing, 1), (descriptors[1], 2)):
-        os.dup2(source, target)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:] = path
-    sys.stdout, sys.stderr = (_text(1, line_buffering=False), _text(2, line_buffering=True))
-    from hyper_parallel.launch.server import main
-
-    code = 0
-    try:
-        main(descriptors[0], parent)
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    os._exit(code)
