@@ -46,10 +46,12 @@ class CommandProcess:
         env: Mapping[str, str] | None = None,
         largest_file: int = resource.RLIM_INFINITY,
         together: bool = False,
+        output: int | None = None,
         program: Path | str | None = None,
     ) -> None:
-        """`largest_file`: the limit on files in bytes. `together`: errors go into the output. `program`: a Python file
-        or its text; left out, `hyper-parallel`.
+        """`largest_file`: the limit on files in bytes. `together`: errors go into the output. `output`: the
+        descriptor that both are written to instead, such as a terminal's. `program`: a Python file or its
+        text; left out, `hyper-parallel`.
         """
         self.arguments = list(arguments)
         self._files = [tempfile.TemporaryFile() for _ in range(1 if together else 2)]  # noqa: SIM115
@@ -62,7 +64,8 @@ class CommandProcess:
             dict(os.environ if env is None else env),
             largest_file,
         )
-        descriptors = [DupFd(file.fileno()) for file in self._files]
+        outputs = [file.fileno() for file in self._files] if output is None else [output]
+        descriptors = [DupFd(descriptor) for descriptor in outputs]
         # A daemon: the test process does not wait at its end for one that a test forgot.
         self._process = context.Process(target=_become, args=(start, descriptors), daemon=True)
         self._process.start()
@@ -148,7 +151,10 @@ def _become(start: _Start, files: list[Any]) -> NoReturn:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (errors, 2)):
         os.dup2(source, target)
-    sys.stdout, sys.stderr = (text_stream(1, line_buffering=False), text_stream(2, line_buffering=True))
+    sys.stdout, sys.stderr = (
+        text_stream(1, line_buffering=os.isatty(1)),
+        text_stream(2, line_buffering=True),
+    )
     os.setsid()
     before = dict(os.environ)
     os.environ.clear()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,9 @@ STOPPING = "stopping: the workers finish their step and save; once more ends the
 class _Run:
     """A command whose two workers are at work."""
 
-    def __init__(self, folder: Path, target: str = "loops", **launch: object) -> None:
+    def __init__(self, folder: Path, target: str = "loops", imports: bool = False, **launch: object) -> None:
         self.folder = folder
-        self.command = Command(make_config(folder, {"shard": 2}, **launch), target)
+        self.command = Command(make_config(folder, {"shard": 2}, **launch), target, imports=imports)
         wait_until(
             lambda: (
                 self.command.process.poll() is not None
@@ -56,8 +57,8 @@ def start(tmp_path: Path) -> Iterator[type[_Run]]:
     """Starts a run, and leaves nothing of it."""
     runs: list[_Run] = []
 
-    def made(target: str = "loops", **launch: object) -> _Run:
-        runs.append(_Run(tmp_path, target, **launch))
+    def made(target: str = "loops", **how: Any) -> _Run:
+        runs.append(_Run(tmp_path, target, **how))
         return runs[-1]
 
     yield made  # type: ignore[misc]
@@ -86,7 +87,7 @@ def _send(pids: list[int], number: int) -> None:
 def test_a_signal_to_any_process_of_a_run_stops_it_as_ctrl_c_does(
     start: type[_Run], tmp_path: Path, number: int, whom: str
 ) -> None:
-    run = start()
+    run = start(imports=(number, whom) == (signal.SIGTERM, "every process"))
     _send(run.reached_by(whom), number)
     assert run.command.end(timeout=100) == 130
     assert [noted(tmp_path, rank)["stopped"] for rank in range(2)] == [True, True]
@@ -152,7 +153,7 @@ def test_a_worker_that_waits_in_a_collective_hears_a_signal_and_passes_it_on(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_every_process_before_the_workers_are_there(tmp_path: Path, number: int) -> None:
-    command = Command(make_config(tmp_path, {"shard": 2}), "ignores_stop")
+    command = Command(make_config(tmp_path, {"shard": 2}), "ignores_stop", imports=True)
     wait_until(lambda: bool(descendants(command.process.pid)), "the fork server is there")
     family = descendants(command.process.pid)
     _send([command.process.pid, *family], number)
