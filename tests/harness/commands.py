@@ -83,15 +83,16 @@ class Command:
         path: list[str] | None = None,
         terminal: bool = False,
         imports: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """`path`: folders to import from first. `terminal`: it writes to one. `imports`: a new interpreter, for what
-        start-up is a part of; left out, a fork of one that has imported everything.
+        start-up is a part of; left out, a fork of one that has imported everything. `env`: added to the environment.
         """
         folder = Path(config.out).parent
         file = folder / f"{name}.json"
         file.write_text(config.model_dump_json())
         arguments = [str(file), f"harness.targets:{target}"]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([*(path or []), *sys.path])}
+        env = {**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join([*(path or []), *sys.path])}
         self._errors = folder / f"{name}.err"
         self._screen, output = (
             os.openpty() if terminal else (None, os.open(self._errors, os.O_WRONLY | os.O_CREAT))

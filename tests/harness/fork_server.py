@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
 from hyper_parallel.launch.parent_death import die_with
 
@@ -35,7 +36,7 @@ def server_pid() -> int:
 def end_with_server(server: int) -> None:
     """In a fork: end when the server ends, as it does with the test process, also where that is killed."""
     # The server ends when nobody has the other end of this pipe, and each fork has a copy of it.
-    tests = forkserver._forkserver  # type: ignore[attr-defined]
+    tests: Any = forkserver._forkserver  # type: ignore[attr-defined]
     os.close(tests._forkserver_alive_fd)
     tests._forkserver_alive_fd = None
     die_with(server)
