@@ -99,7 +99,7 @@ class Command:
         )
         self.process: subprocess.Popen[bytes] | CommandProcess
         if imports:
-            command = [sys.executable, "-m", "harness.command", *arguments]
+            command = [sys.executable, "-m", "harness.command", *arguments, str(os.getpid())]
             self.process = subprocess.Popen(
                 command, env=env, stdout=output, stderr=output, start_new_session=True
             )

@@ -22,6 +22,7 @@ def _started(folder: Path, config: RunConfig, target: str, **how: bool) -> Comma
             or all((folder / f"run/rank-{rank}.json").exists() for rank in range(world))
         ),
         "every worker is at work",
+        timeout=200,
     )
     assert command.process.poll() is None, command.errors
     return command
