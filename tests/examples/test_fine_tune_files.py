@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from examples.runner import ROOT, cli, folder_with_examples, run
+from examples.runner import ROOT, cli, folder_with_examples, script
 
 CHATS = ROOT / "examples/sft/chats.jsonl"
 
@@ -17,7 +16,7 @@ CHATS = ROOT / "examples/sft/chats.jsonl"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what make_model.py writes and what chat.yaml makes of it."""
     folder = folder_with_examples(tmp_path_factory.mktemp("sft"))
-    assert "new weights" in run(folder, sys.executable, "examples/sft/make_model.py")
+    assert "new weights" in script(folder, "examples/sft/make_model.py")
     cli(folder, "train", "examples/sft/chat.yaml")
     cli(folder, "export", "runs/sft/chat", "runs/sft/exported")
     return folder

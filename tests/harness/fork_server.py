@@ -13,6 +13,9 @@ import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from typing import Any
+
+from hyper_parallel.launch.parent_death import die_with
 
 
 def fork_context() -> ForkServerContext:
@@ -23,6 +26,21 @@ def fork_context() -> ForkServerContext:
     with _environment(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return context
+
+
+def server_pid() -> int:
+    """The process id of the server, for `end_with_server`."""
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def end_with_server(server: int) -> None:
+    """In a fork: end when the server ends, as it does with the test process, also where that is killed."""
+    # The server ends when nobody has the other end of this pipe, and each fork has a copy of it.
+    tests: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    os.close(tests._forkserver_alive_fd)
+    tests._forkserver_alive_fd = None
+    die_with(server)
 
 
 @contextlib.contextmanager

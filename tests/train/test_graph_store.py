@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.captured import recipe_of
+from harness.forked_command import run_command
 from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
@@ -498,8 +499,7 @@ def test_a_refused_step_is_not_kept(tmp_path: Path) -> None:
 def _workers(folder: Path) -> tuple[list[str], list[Any]]:
     """Of a run of two workers: whether each captured its step or read it, and the losses."""
     shutil.rmtree(folder / "out", ignore_errors=True)
-    command = [sys.executable, "-m", "hyper_parallel", "train", "run.yaml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    done = run_command("train", "run.yaml", folder=folder)
     assert done.returncode == 0, done.stderr
     logs = "".join(path.read_text() for path in (folder / "out" / "logs").rglob("*") if path.is_file())
     told = re.findall(r"the step as a graph: \d+ nodes, (captured|from the cache)", logs)
