@@ -43,7 +43,7 @@ def a_problem(seed: int) -> Problem:
     )
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(4))
 def test_random_problems_meet_any_budget_from_the_floor_on(part: int) -> None:
     for seed in range(20 * part, 20 * part + 20):
         problem, draw = a_problem(seed), random.Random(seed)
@@ -75,15 +75,10 @@ def test_the_same_plan_in_another_process() -> None:
         "from hyper_parallel.offloading.schedule.solve import choose\n"
         "print(choose(under(llama(), 0.4)))"
     )
-    said = set()
-    for seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(TESTS)}
-        said.add(
-            subprocess.run(
-                [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-            ).stdout
-        )
-    assert said == {f"{choose(under(llama(), 0.4))}\n"}
+    # By whose hashes sets are ordered otherwise than in this process.
+    env = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(TESTS)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{choose(under(llama(), 0.4))}\n"
 
 
 def test_a_slower_space_is_used_only_once_the_first_is_full() -> None:
