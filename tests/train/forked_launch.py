@@ -24,8 +24,11 @@ def launched(
         given = (config, entry, {**os.environ, **(environment or {})}, DupFd(errors.fileno()))
         process = fork_context().Process(target=_launch, args=given)
         process.start()
-        process.join(240)
-        process.kill()
+        try:
+            process.join(240)
+        finally:
+            process.kill()  # its workers end with it
+            process.join()
         errors.seek(0)
         return process.exitcode, errors.read().decode()
 
