@@ -62,7 +62,7 @@ def _compute_a_step() -> None:
         with fake_ranks(4, 0):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config).train()
-            parallelize(model, Strategy(axes=axes), check=False)
+            parallelize(model, Strategy(axes=axes, check=False))
             init_weights(model, seed=0)
             optimizer = torch.optim.AdamW(model.parameters())
             ids = torch.randint(64, (2, 16))
