@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,44 +10,30 @@ import pytest
 from inspect_worlds import DEEPSEEK, GEMMA3, LLAMA, MIXTRAL, run_of
 
 from hyper_parallel.cli.main import main
-from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CaptureError, ConfigError, StrategyError
-from hyper_parallel.estimate import Inspection, cluster_of, inspect, inspect_run, predict_run
+from hyper_parallel.estimate import cluster_of, inspect, inspect_run, predict_run
 from hyper_parallel.strategy import Axes
 
 TWO = {"axes": {"shard": 2, "tensor_y": 2, "tensor_x": 2}, "sequence": True}
 SHARDED = {"axes": {"shard": 4, "tensor": 2}, "sequence": True}
 
 
-RECOMPUTED = {**SHARDED, "memory": {"recompute": "layer"}}
-TWO_RECOMPUTED = {**SHARDED, "memory": {"recompute": "layer", "recompute_layers": 2}}
-EXPERTS = {"axes": {"shard": 4, "expert": 4}, "memory": {"recompute": "layer"}}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
-    "llama": (LLAMA, SHARDED, [5]),
-    "recomputed": (LLAMA, RECOMPUTED, [5]),
-    "two recomputed": (LLAMA, TWO_RECOMPUTED, [2, 3]),
-    "sliding and full": (GEMMA3, SHARDED, [5, 2]),
-    "dense and experts": (DEEPSEEK, {"axes": {"shard": 4, "tensor": 2, "expert": 4}}, [2, 3]),
-    "experts": (MIXTRAL, EXPERTS, [3]),
-}
-
-
-def _run_of(case: str) -> RunConfig:
-    model, strategy, _ = CASES[case]
-    return run_of(model, strategy, micro_batch=1)
-
-
-@functools.cache
-def _last_rank(case: str) -> Inspection:
-    """Of a few layers."""
-    run = _run_of(case)
-    return inspect_run(run, run.strategy.axes.world - 1)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_few_layers_stand_for_all(case: str) -> None:
-    few, all_layers = _last_rank(case), inspect_run(_run_of(case), _last_rank(case).rank, whole=True)
-    kinds = CASES[case][2]
+@pytest.mark.parametrize(
+    ("model", "strategy", "kinds"),
+    [
+        (LLAMA, SHARDED, [5]),
+        (LLAMA, {**SHARDED, "memory": {"recompute": "layer"}}, [5]),
+        (LLAMA, {**SHARDED, "memory": {"recompute": "layer", "recompute_layers": 2}}, [2, 3]),
+        (GEMMA3, SHARDED, [5, 2]),
+        (DEEPSEEK, {"axes": {"shard": 4, "tensor": 2, "expert": 4}}, [2, 3]),
+        (MIXTRAL, {"axes": {"shard": 4, "expert": 4}, "memory": {"recompute": "layer"}}, [3]),
+    ],
+    ids=["llama", "recomputed", "two recomputed", "sliding and full", "dense and experts", "experts"],
+)
+def test_few_layers_stand_for_all(model: dict[str, Any], strategy: dict[str, Any], kinds: list[int]) -> None:
+    run = run_of(model, strategy, micro_batch=1)
+    rank = run.strategy.axes.world - 1
+    few, all_layers = inspect_run(run, rank), inspect_run(run, rank, whole=True)
     assert few.kinds == kinds
     assert few.rows == all_layers.rows
     assert few.collectives == all_layers.collectives
@@ -93,7 +78,8 @@ def test_one_device_has_no_collectives() -> None:
 
 
 def test_recomputing_saves_activations_and_nothing_else() -> None:
-    kept, again = _last_rank("llama").totals, _last_rank("recomputed").totals
+    kept = inspect_run(run_of(LLAMA, SHARDED)).totals
+    again = inspect_run(run_of(LLAMA, {**SHARDED, "memory": {"recompute": "layer"}})).totals
     assert again["activations"] < kept["activations"] / 3
     assert {k: v for k, v in again.items() if k in ("parameters", "gradients", "optimizer", "gathered")} == {
         k: v for k, v in kept.items() if k in ("parameters", "gradients", "optimizer", "gathered")
@@ -122,13 +108,13 @@ def test_the_peak_is_that_of_the_order_of_the_models_code() -> None:
 
 
 def test_a_step_that_cannot_be_captured_is_told_by_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = _last_rank("llama")
+    captured = inspect_run(run_of(LLAMA, SHARDED), 3)
 
     def refuse(*given: Any, **named: Any) -> Any:
         raise CaptureError("the model asks for a value")
 
     monkeypatch.setattr(inspect, "captured_step", refuse)
-    told = inspect_run(_run_of("llama"), captured.rank)
+    told = inspect_run(run_of(LLAMA, SHARDED), 3)
     exact = ("parameters", "gradients", "optimizer")
     assert {key: told.totals[key] for key in exact} == {key: captured.totals[key] for key in exact}
     assert (told.totals["activations"], told.peak, told.collectives) == (0, None, [])

@@ -9,23 +9,37 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 from hyper_parallel.launch.parent_death import die_with
+
+_lock = threading.Lock()
 
 
 def fork_context() -> ForkServerContext:
     """The context whose processes are forks of the server, which runs from here on."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["harness.preloaded"])
-    # The server does not take over sys.path before Python 3.13, only the environment.
-    with _environment(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
-        forkserver.ensure_running()
+    with _lock:
+        if not _running():
+            # The server does not take over sys.path before Python 3.13, only the environment.
+            with _environment(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
+                forkserver.ensure_running()
     return context
+
+
+def _running() -> bool:
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    try:
+        return pid is not None and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def server_pid() -> int:

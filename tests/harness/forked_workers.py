@@ -14,8 +14,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, NoReturn
+
+from harness.fork_server import fork_context
 
 
 def fork_server_of_workers() -> None:
@@ -114,3 +117,47 @@ def text_stream(descriptor: int, line_buffering: bool) -> io.TextIOWrapper:
     """An open file as one of the standard streams."""
     raw = open(descriptor, "wb", closefd=False)  # noqa: SIM115
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=line_buffering)
+
+
+class ForkedServer:
+    """A fork server of the test process itself: what `launch.forkserver` uses of `subprocess.Popen`."""
+
+    def __init__(
+        self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
+    ) -> None:
+        reader, writer = os.pipe()
+        self.stderr = open(reader, "rb")  # noqa: SIM115
+        channel, errors = Connection(os.dup(pass_fds[0])), Connection(writer, readable=False)
+        path = json.loads(command[-3])
+        self._process = fork_context().Process(
+            target=_serve, args=(channel, errors, path, dict(env)), daemon=True
+        )
+        self._process.start()
+        self.pid = self._process.pid
+        channel.close()
+        errors.close()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _serve(channel: Connection, errors: Connection, path: list[str], environment: dict[str, str]) -> None:
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for source, target in ((nothing, 0), (nothing, 1), (errors.fileno(), 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    descriptor = os.dup(channel.fileno())
+    channel.close()
+    from hyper_parallel.launch.server import main
+
+    main(descriptor, os.getppid())

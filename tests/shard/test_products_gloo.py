@@ -11,7 +11,6 @@ from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device
 from hyper_parallel.verify.report import compare
 from hyper_parallel.verify.run import step_of
-from hyper_parallel.verify.step import StepOutcome, Tensors
 
 CONTEXT_TENSOR = {"axes": {"context": 2, "tensor_x": 2}}
 PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,40 +43,16 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _steps(rank: int, world: int, ones: dict[str, StepOutcome]) -> dict[str, list[str]]:
-    """What is wrong with each case, beside what one device computed."""
-    failures = {}
-    for name, one in ones.items():
-        family, strategy = PRODUCTS[name]
-        config = family_config(FAMILIES[family], {**strategy, "check": False})
-        many = step_of(
-            build_model(FAMILIES[family]), config, config.strategy, _batch(), "fsdp", one.gradients
-        )
-        failures[name] = compare(one, many, name, "gloo", "float32").failures
-    return failures
-
-
-def _batch() -> Tensors:
-    return draw_batch({"vocab_size": 131})
-
-
-@pytest.fixture(scope="module")
-def by_rank() -> dict[str, list[list[str]]]:
-    """Of each case what each rank found wrong. The same workers run all cases of as many ranks."""
-    found = {}
-    for world in (4, 8):
-        ones = {
-            name: one_device(FAMILIES[family], {}, _batch())
-            for name, (family, strategy) in PRODUCTS.items()
-            if family_config(FAMILIES[family], strategy).strategy.axes.world == world
-        }
-        ranks = run_ranks(_steps, world, ones)
-        found.update({name: [rank[name] for rank in ranks] for name in ones})
-    return found
+def _step(rank: int, world: int, name: str) -> list[str]:
+    family, strategy = PRODUCTS[name]
+    config = family_config(FAMILIES[family], strategy)
+    batch = draw_batch({"vocab_size": 131})
+    one = one_device(FAMILIES[family], {}, batch)
+    many = step_of(build_model(FAMILIES[family]), config, config.strategy, batch, "fsdp", one.gradients)
+    return compare(one, many, name, "gloo", "float32").failures
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_real_workers_compute_what_one_device_computes(
-    by_rank: dict[str, list[list[str]]], name: str
-) -> None:
-    assert by_rank[name] == [[]] * len(by_rank[name])
+def test_real_workers_compute_what_one_device_computes(name: str) -> None:
+    world = family_config({"model_type": "llama"}, PRODUCTS[name][1]).strategy.axes.world
+    assert run_ranks(_step, world, name) == [[]] * world

@@ -10,7 +10,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any, NoReturn
 
 from harness.fork_server import fork_context
-from harness.forked_command import _fork_the_server_of_workers
+from harness.forked_workers import fork_server_of_workers
 from hyper_parallel.config import RunConfig
 
 
@@ -40,7 +40,7 @@ def _launch(config: RunConfig, entry: str, environment: dict[str, str], errors: 
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    _fork_the_server_of_workers()
+    fork_server_of_workers()
     from hyper_parallel.launch import run
 
     code = run(config, entry)
