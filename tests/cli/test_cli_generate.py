@@ -9,35 +9,25 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.forked_command import CommandProcess, run_command
 from harness.small_folder import save_small_llama
 from hyper_parallel.cli.main import main
 
 PROMPTS = [{"prompt": "def f1(x):"}, {"messages": [{"role": "user", "content": "return?"}], "id": "b"}]
-
-
-def command(folder: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "hyper_parallel", "generate", *arguments]
+MANY = 48
+"""Prompts that are still being answered, two at a time, when a signal arrives."""
 
 
 def generate(
     folder: Path, *arguments: str, largest_file: int = resource.RLIM_INFINITY
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, *arguments),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)),
-    )
+    return run_command("generate", *arguments, folder=folder, largest_file=largest_file)
 
 
 @pytest.fixture(scope="module")
@@ -53,32 +43,35 @@ def answers(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_prompt_and_a_file_have_the_same_answer(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def answered(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """The answers to the file of prompts, and what the command says."""
+    files = ["--input", "prompts.jsonl", "--out", "answers.jsonl"]
+    done = generate(folder, "model", *files, "inference.max_tokens=20")
+    assert done.returncode == 0, done.stderr
+    return answers(folder / "answers.jsonl"), done.stderr
+
+
+def test_a_prompt_and_a_file_have_the_same_answer(
+    folder: Path, answered: tuple[list[dict[str, Any]], str]
+) -> None:
     printed = generate(folder, "model", "--prompt", "def f1(x):", "inference.max_tokens=20")
     assert printed.returncode == 0, printed.stderr
     assert printed.stderr == ""
-    done = generate(
-        folder, "model", "--input", "prompts.jsonl", "--out", "same.jsonl", "inference.max_tokens=20"
-    )
-    assert done.returncode == 0, done.stderr
-    rows = answers(folder / "same.jsonl")
+    rows, said = answered
     assert rows[0]["text"] + "\n" == printed.stdout
     assert rows[1]["id"] == "b"
     assert len(rows[0]["tokens"]) == 20 or rows[0]["finish"] == "stop"
-    assert "2 of 2 answers" in done.stderr
+    assert "2 of 2 answers" in said
 
 
-def test_a_message_has_the_answer_that_a_file_of_messages_has(folder: Path) -> None:
-    done = generate(
-        folder, "model", "--input", "prompts.jsonl", "--out", "chat.jsonl", "inference.max_tokens=9"
-    )
-    assert done.returncode == 0, done.stderr
-    said = [answers(folder / "chat.jsonl")[1]["text"]]
-    for more in ([], ["strategy.axes.tensor=2"]):
-        printed = generate(folder, "model", "--chat", "return?", "inference.max_tokens=9", *more)
-        assert printed.returncode == 0, printed.stderr
-        said.append(printed.stdout.removesuffix("\n"))
-    assert said[0] == said[1] == said[2]
+@pytest.mark.parametrize("more", [[], ["strategy.axes.tensor=2"]])
+def test_a_message_has_the_answer_that_a_file_of_messages_has(
+    more: list[str], folder: Path, answered: tuple[list[dict[str, Any]], str]
+) -> None:
+    printed = generate(folder, "model", "--chat", "return?", "inference.max_tokens=20", *more)
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.removesuffix("\n") == answered[0][1]["text"]
 
 
 def test_sampling_is_a_function_of_the_seed(
@@ -147,46 +140,39 @@ def test_a_prompt_of_a_file_that_is_too_long_names_its_line(folder: Path) -> Non
     assert not (folder / "long-answers.jsonl").exists()
 
 
+@pytest.fixture(scope="module")
+def many(folder: Path) -> tuple[Path, str]:
+    """A file of prompts, and the answers to it, in batches of the default size."""
+    prompts, out = folder / "many.jsonl", folder / "many-answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(MANY)))
+    done = generate(folder, "model", "--input", prompts.name, "--out", out.name, "inference.max_tokens=100")
+    assert done.returncode == 0, done.stderr
+    return prompts, out.read_text()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_batch_that_is_stopped_goes_on(folder: Path, how: signal.Signals) -> None:
-    prompts, out = folder / f"{how.name}.jsonl", folder / f"{how.name}-answers.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(40)))
-    arguments = [
-        "model",
-        "--input",
-        str(prompts),
-        "--out",
-        str(out),
-        "inference.batch=2",
-        "inference.max_tokens=100",
-    ]
-    worker = subprocess.Popen(
-        command(folder, *arguments),
-        cwd=folder,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A suite that a shell runs in the background ignores it, and so would what it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    end = time.monotonic() + 120
-    while not (out.exists() and out.read_text().count("\n") >= 3):
-        assert worker.poll() is None, worker.communicate()[1]
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    worker.send_signal(how)
-    said = worker.communicate(timeout=60)[1]
-    assert worker.returncode == (-how if how == signal.SIGKILL else 130)
-    assert "Traceback" not in said
+def test_a_batch_that_is_stopped_goes_on(folder: Path, many: tuple[Path, str], how: signal.Signals) -> None:
+    prompts, whole = many
+    out = folder / f"{how.name}-answers.jsonl"
+    files = ["--input", str(prompts), "--out", str(out)]
+    arguments = ["model", *files, "inference.batch=2", "inference.max_tokens=100"]
+    with CommandProcess(["generate", *arguments], folder) as worker:
+        end = time.monotonic() + 120
+        while not (out.exists() and out.read_text().count("\n") >= 3):
+            assert worker.poll() is None, worker.output()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        worker.send_signal(how)
+        code = worker.wait(60)
+    assert code == (-how if how == signal.SIGKILL else 130)
+    assert "Traceback" not in worker.output()[1]
     kept = out.read_text().count("\n")
-    assert 3 <= kept < 40
+    assert 3 <= kept < MANY
     done = generate(folder, *arguments)
     assert done.returncode == 0, done.stderr
-    assert f"{kept} answers are there; going on with {40 - kept}" in done.stderr
-    assert [row["row"] for row in answers(out)] == list(range(40))
-    # In batches of another size.
-    whole = generate(folder, *arguments[:3], "--out", str(out.with_suffix(".whole")), *arguments[6:])
-    assert whole.returncode == 0, whole.stderr
-    assert out.with_suffix(".whole").read_text() == out.read_text()
+    assert f"{kept} answers are there; going on with {MANY - kept}" in done.stderr
+    assert [row["row"] for row in answers(out)] == list(range(MANY))
+    assert out.read_text() == whole
 
 
 def test_answers_of_another_model_are_not_gone_on_with(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from harness.forked_command import CommandProcess, run_command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo-sort.yaml"
 SMALL = (
@@ -24,14 +25,7 @@ SMALL = (
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hyper_parallel", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return run_command(*arguments, folder=folder)
 
 
 def test_the_example_and_its_policy(tmp_path: Path) -> None:
@@ -80,27 +74,17 @@ def test_a_mistake_is_one_line(override: str, message: str, tmp_path: Path) -> N
 
 
 def test_ctrl_c_saves(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hyper_parallel", "rl", str(EXAMPLE), *SMALL, "rl.steps=100000"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        # A shell in the background lets its processes ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
+    arguments = ["rl", str(EXAMPLE), *SMALL, "rl.steps=100000"]
+    with CommandProcess(arguments, tmp_path, together=True) as process:
         file = tmp_path / "runs" / "grpo-sort" / "metrics.jsonl"
         ends = time.monotonic() + 200
         while time.monotonic() < ends and not (file.exists() and '"reward"' in file.read_text()):
+            assert process.poll() is None, process.output()
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
-        told, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, told
+        code = process.wait(60)
+        [told] = process.output()
+    assert code == 130, told
     assert "stopping: the step under way ends and is saved" in told
     assert told.splitlines()[-1].startswith("stopped; run the same command again")
     assert list((tmp_path / "runs" / "grpo-sort" / "checkpoints").iterdir())

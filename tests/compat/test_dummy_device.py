@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from harness.forked_command import run_script
 
 _SCRIPT = """
 import torch
@@ -41,10 +41,8 @@ print("passed collectives")
 """
 
 
-def test_a_dummy_accelerator_passes_the_same_checks() -> None:
+def test_a_dummy_accelerator_passes_the_same_checks(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = run_script(_SCRIPT, folder=tmp_path, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("passed") == 9

@@ -44,7 +44,7 @@ def situations(draw: st.DrawFn) -> tuple[int, int, int | None, Documents | None,
 
 
 @given(situations())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_blocks_hold_what_is_seen_once_and_say_how(
     situation: tuple[int, int, int | None, Documents | None, int],
 ) -> None:

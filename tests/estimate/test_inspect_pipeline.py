@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -43,11 +44,19 @@ def _sums(found: list[Inspection]) -> Counter[str]:
     return total
 
 
+SHARED: dict[str, Any] = {"memory": {"shard": "optimizer"}}
+
+
+@functools.cache
+def _whole() -> Inspection:
+    """Without a pipeline."""
+    return inspect_run(_config({"shard": 2}, **SHARED))
+
+
 @pytest.mark.parametrize("pipeline", [{}, {"schedule": "zb-v"}, {"layers": [1, 3]}])
 def test_the_stages_parameters_add_up_to_the_models(pipeline: dict[str, Any]) -> None:
-    strategy: dict[str, Any] = {"memory": {"shard": "optimizer"}}
-    whole = inspect_run(_config({"shard": 2}, **strategy))
-    run = _config({"pipeline": 2, "shard": 2}, pipeline=pipeline, **strategy)
+    whole = _whole()
+    run = _config({"pipeline": 2, "shard": 2}, pipeline=pipeline, **SHARED)
     parts = [inspect_run(run, rank) for rank in (0, 2)]
     assert _sums(parts) == _sums([whole])
     layers = [

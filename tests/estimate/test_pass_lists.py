@@ -36,7 +36,8 @@ from hyper_parallel.step.recipe import Recipe
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 EXAMPLES = captured_examples()
-LAYERS = "model.config.num_hidden_layers=4"
+LAYERS = {"deepseek-v3.yaml": 4}
+"""Layers of an example in which others than two are the fewest with all kinds."""
 H100 = "NVIDIA H100 80GB HBM3"
 
 Described = tuple[Any, ...]
@@ -84,10 +85,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], li
 
 
 def _small(example: Path, *overrides: str) -> RunConfig:
-    """The example with four layers, and one micro-batch."""
-    run = config.load(example, [LAYERS, *overrides])
+    """The example with few layers, and one micro-batch."""
+    given = [f"model.config.num_hidden_layers={LAYERS.get(example.name, 2)}", *overrides]
+    run = config.load(example, given)
     batch = run.effective_strategy.axes.data * micro_batch(run)
-    return config.load(example, [LAYERS, f"train.batch={batch}", *overrides])
+    return config.load(example, [*given, f"train.batch={batch}"])
 
 
 def _trained(run: RunConfig, budget: Budget | None = None) -> None:
@@ -123,7 +125,12 @@ def test_refinement_and_automatic_choice_take_them_too(seen: Any) -> None:
 
 def test_a_budget_is_met_by_the_pass_that_is_predicted(seen: Any) -> None:
     # A step that moves something; the tiers of training are this machine's, and small.
-    run = _small(QUICKSTART, "strategy.memory={device: 24MiB, host: 64MiB}", "data.sequence=64")
+    run = _small(
+        QUICKSTART,
+        "model.config.num_hidden_layers=4",
+        "strategy.memory={device: 24MiB, host: 64MiB}",
+        "data.sequence=64",
+    )
     with contextlib.closing(Budget(run.effective_strategy, "cpu")) as budget:
         trained = seen(lambda: _trained(run, budget))
     assert seen(lambda: predict_run(run, cluster_of("h100", run))) == trained

@@ -147,7 +147,7 @@ def test_stages_that_are_alike_are_captured_once_with_the_same_numbers() -> None
     assert sum(one.seconds for one in other) == pytest.approx(sum(one.seconds for one in stages), rel=0.01)
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
 def test_tensor_with_pipeline_holds_less_than_tensor_with_copies_on_as_many_devices(model: str) -> None:
     alone = _predicted({"replicate": 2, "tensor": 8}, model)
     both = _predicted({"pipeline": 2, "tensor": 8}, model)
@@ -197,8 +197,8 @@ def test_recomputation_takes_time_and_saves_memory() -> None:
     assert 1.15 < again.timeline.step / kept.timeline.step < 1.5
 
 
-@pytest.mark.parametrize("layers", [[2, 2], [1, 3]])
-def test_each_layer_of_a_stage_that_is_recomputed_saves_memory(layers: list[int]) -> None:
+def test_each_layer_of_a_stage_that_is_recomputed_saves_memory() -> None:
+    layers = [1, 3]
     axes, pipeline = {"pipeline": 2, "tensor": 2}, {"schedule": "1f1b", "layers": layers}
     found = [_predicted(axes, pipeline=pipeline)]
     for count in range(1, max(layers) + 1):
@@ -226,10 +226,8 @@ def test_stages_whose_recomputed_layers_differ_are_captured_apart() -> None:
 
 @pytest.mark.parametrize("axes", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "shard": 2}])
 def test_a_tied_embedding_is_summed_over_the_groups_that_use_it(axes: dict[str, int]) -> None:
-    apart, tied = (
-        _predicted(axes, model, pipeline={"layers": [2, 2]}, memory={"shard": "gradients"})
-        for model in ("llama", "gpt2")
-    )
+    apart = _predicted({"pipeline": 2, "tensor": 2})
+    tied = _predicted(axes, "gpt2", pipeline={"layers": [2, 2]}, memory={"shard": "gradients"})
     assert "reduce" not in apart.timeline.by_phase()
     assert tied.timeline.by_phase()["reduce"].communication > 0
     # Hidden states cross in bfloat16, and no weights.

@@ -111,16 +111,16 @@ def test_layers(model: str, strategy: tuple[str, ...]) -> None:
 def test_micro_batches_and_layers() -> None:
     repeated, whole, notes = _both(
         *MODELS["llama"], *SMALL[:2], "strategy.axes={shard: 2}", "strategy.memory.shard=optimizer",
-        "train.batch=16", "train.micro_batch=1",
+        "train.batch=12", "train.micro_batch=1",
     )  # fmt: skip
     _check(repeated, whole)
     assert [note.split()[0] for note in notes] == ["5", "one"]
 
 
-@pytest.mark.parametrize("micro_batches", [9, 24])
+@pytest.mark.parametrize("micro_batches", [7, 14])
 def test_micro_batches_in_pairs_whose_collectives_are_ordered(micro_batches: int) -> None:
     repeated, whole, notes = _both(
-        *MODELS["llama"], *SMALL[:2], "strategy.axes={shard: 2}",
+        "model.config.num_hidden_layers=2", *SMALL[:2], "strategy.axes={shard: 2}",
         f"train.batch={2 * micro_batches}", "train.micro_batch=1", rewrites=_ordered,
     )  # fmt: skip
     assert len(repeated.ops["all"]) == len(whole.ops["all"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hyper_parallel.cli.main import command
 from hyper_parallel.cluster import MEASURED, Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate import cluster_of, predict_run
+from hyper_parallel.estimate.prediction import Prediction
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SMALL = ("model.config.hidden_size=64", "model.config.num_hidden_layers=2", "data.sequence=64")
@@ -22,6 +24,11 @@ SMALL = ("model.config.hidden_size=64", "model.config.num_hidden_layers=2", "dat
 def _run(*arguments: str) -> tuple[int, str]:
     found = CliRunner().invoke(command, ["simulate", str(QUICKSTART), *SMALL, *arguments])
     return found.exit_code, found.output if found.exception is None else str(found.exception)
+
+
+@functools.cache
+def _predicted() -> Prediction:
+    return predict_run(config.load(QUICKSTART, SMALL), Cluster.preset("h100"))
 
 
 def test_the_command_tells_time_and_memory_and_writes_what_is_asked_for(tmp_path: Path) -> None:
@@ -52,8 +59,7 @@ def test_json_has_the_same_numbers() -> None:
 
 
 def test_model_flops_are_those_of_the_one_convention() -> None:
-    run = config.load(QUICKSTART, SMALL)
-    found = predict_run(run, Cluster.preset("h100"))
+    found = _predicted()
     layers, hidden, inner, vocabulary = 2, 64, 704, 4096
     matrices = (
         layers * (hidden * hidden * 2 + 2 * hidden * hidden // 2 + 3 * hidden * inner) + hidden * vocabulary
@@ -72,7 +78,7 @@ def test_collectives_are_in_the_order_of_training_unless_asked_otherwise() -> No
     plain = predict_run(config.load(QUICKSTART, SMALL), cluster, as_written=True)
     assert any("--as-written" in note for note in plain.notes)
     assert plain.timeline.masked.blocked == pytest.approx(0.0)
-    ordered = predict_run(config.load(QUICKSTART, SMALL), cluster)
+    ordered = _predicted()
     assert not any("--as-written" in note for note in ordered.notes)
     assert ordered.timeline.step < plain.timeline.step and ordered.timeline.masked.blocked > 0.2
     # A run that asks for no order has none.

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from harness.forked_command import run_command, run_script
+
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -33,13 +35,23 @@ def run(folder: Path, *command: str, env: Mapping[str, str] | None = None) -> st
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
+    return written(done)
 
 
 def cli(folder: Path, *words: str) -> str:
     """What `hyper-parallel` writes."""
-    return run(folder, sys.executable, "-m", "hyper_parallel", *words)
+    return written(run_command(*words, folder=folder, env=environment()))
+
+
+def script(folder: Path, file: str, *words: str) -> str:
+    """What a Python file writes."""
+    return written(run_script(folder / file, *words, folder=folder, env=environment()))
+
+
+def written(done: subprocess.CompletedProcess[str]) -> str:
+    """The output and the errors of a command that ended with 0."""
+    assert done.returncode == 0, f"{done.args}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
 
 
 def folder_with_examples(folder: Path) -> Path:

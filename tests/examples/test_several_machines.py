@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.runner import environment, folder_with_examples
+from harness.forked_command import CommandProcess
 from harness.ports import free_port
 
 FILE = "examples/cluster/several_machines.yaml"
@@ -53,28 +55,20 @@ def losses(out: Path) -> list[float]:
 def test_two_machines_without_a_launcher(place: Path) -> None:
     """The command of each machine's own; both are this one."""
     given = ("launch.nodes=2", f"launch.rendezvous=127.0.0.1:{free_port()}", "train.steps=2")
-    machines = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "hyper_parallel",
-                "train",
-                FILE,
-                *SMALL,
-                *given,
-                f"launch.node_rank={rank}",
-            ],
-            cwd=place,
-            env=environment(HYPER_PARALLEL_TOKEN="a secret of this test"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [machine.communicate(timeout=200)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], said
+    with contextlib.ExitStack() as all_of_them:
+        machines = [
+            all_of_them.enter_context(
+                CommandProcess(
+                    ["train", FILE, *SMALL, *given, f"launch.node_rank={rank}"],
+                    place,
+                    env=environment(HYPER_PARALLEL_TOKEN="a secret of this test"),
+                    together=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        ended = [machine.wait(200) for machine in machines]
+        assert ended == [0, 0], [machine.output() for machine in machines]
     assert len(losses(place / "runs/several-machines")) == 2
     assert (place / "runs/several-machines/logs/rank-1.log").exists()
 

@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.forked_command import CommandProcess
 from hyper_parallel.config import RunConfig
+
+PROGRAM = Path(__file__).with_name("command.py")
 
 
 def make_config(folder: Path, axes: Mapping[str, int], **launch: Any) -> RunConfig:
@@ -79,21 +82,29 @@ class Command:
         name: str = "command",
         path: list[str] | None = None,
         terminal: bool = False,
+        imports: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> None:
+        """`path`: folders to import from first. `terminal`: it writes to one. `imports`: a new interpreter, for what
+        start-up is a part of; left out, a fork of one that has imported everything. `env`: added to the environment.
+        """
         folder = Path(config.out).parent
         file = folder / f"{name}.json"
         file.write_text(config.model_dump_json())
+        arguments = [str(file), f"harness.targets:{target}"]
+        env = {**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join([*(path or []), *sys.path])}
         self._errors = folder / f"{name}.err"
         self._screen, output = (
             os.openpty() if terminal else (None, os.open(self._errors, os.O_WRONLY | os.O_CREAT))
         )
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.command", str(file), f"harness.targets:{target}"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*(path or []), *sys.path])},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        self.process: subprocess.Popen[bytes] | CommandProcess
+        if imports:
+            command = [sys.executable, "-m", "harness.command", *arguments, str(os.getpid())]
+            self.process = subprocess.Popen(
+                command, env=env, stdout=output, stderr=output, start_new_session=True
+            )
+        else:
+            self.process = CommandProcess(arguments, Path.cwd(), env=env, program=PROGRAM, output=output)
         os.close(output)
 
     @property

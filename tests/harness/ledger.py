@@ -20,7 +20,7 @@ from pathlib import Path
 
 LEDGER = Path(__file__).parents[1] / "ledger.json"
 FAST_S = 0.5
-CASE_S = 5.0
+CASE_S = 3.0
 FUNCTION_S = 8.0
 NOTED_S = 0.05
 

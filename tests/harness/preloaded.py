@@ -62,7 +62,7 @@ def _compute_a_step() -> None:
         with fake_ranks(4, 0):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config).train()
-            parallelize(model, Strategy(axes=axes))
+            parallelize(model, Strategy(axes=axes, check=False))
             init_weights(model, seed=0)
             optimizer = torch.optim.AdamW(model.parameters())
             ids = torch.randint(64, (2, 16))
@@ -70,6 +70,8 @@ def _compute_a_step() -> None:
             optimizer.step()
 
 
+# Said by every rank of every step: views that our gathers return are not changed in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 torch.set_num_threads(1)
 with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
     _compute_a_step()

@@ -13,7 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from harness.fork_server import fork_context
+from harness.fork_server import end_with_server, fork_context, server_pid
 
 GRACE_S = 3.0
 """How long the other ranks may go on after one failed, so that the report shows what each of them saw."""
@@ -40,7 +40,16 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(call, rank, world, theirs, listener if rank == 0 else None, port, timeout),
+                args=(
+                    call,
+                    rank,
+                    world,
+                    theirs,
+                    listener if rank == 0 else None,
+                    port,
+                    timeout,
+                    server_pid(),
+                ),
                 daemon=True,
             )
             for rank, (_, theirs) in enumerate(pipes)
@@ -100,7 +109,9 @@ def _rank_main(
     listener: socket.socket | None,
     port: int,
     timeout: float,
+    server: int,
 ) -> None:
+    end_with_server(server)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then kills the ranks
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["OMP_NUM_THREADS"] = "1"

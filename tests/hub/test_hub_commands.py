@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.forked_command import run_command
 from harness.hub_server import HubServer
 from hyper_parallel.cli.hub_models import fetched_rl
 from hyper_parallel.config.rl_run import RLConfig
@@ -18,10 +19,7 @@ from hyper_parallel.rl.role_split.saved_split import write_run
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hyper_parallel", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=240, env=dict(os.environ),
-    )  # fmt: skip
+    return run_command(*arguments, folder=folder)
 
 
 def run_file(folder: Path, model: str = "acme/tiny") -> None:

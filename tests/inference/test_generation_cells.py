@@ -12,7 +12,7 @@ def reference() -> Reference:
     return Reference("llama", 12)
 
 
-@pytest.mark.parametrize(("axes", "memory"), [({"tensor": 2}, None), ({}, "host"), ({"tensor": 2}, "pool")])
+@pytest.mark.parametrize(("axes", "memory"), [({}, None), ({"tensor": 2}, "pool")])
 def test_a_cell_is_right(reference: Reference, axes: dict[str, int], memory: str | None) -> None:
     found = run_cell(reference, axes, memory)
     assert (found.outcome, found.detail) == ("right", "")

@@ -53,7 +53,7 @@ def test_tokens_are_those_of_transformers(family: str) -> None:
 def test_bits_do_not_depend_on_the_company(family: str) -> None:
     model = small(family)
     given = prompts(model)
-    settings = {"max_tokens": TOKENS, "logprobs": True}
+    settings = {"max_tokens": 12, "logprobs": True}
     together = Generator(model, **settings)(given)
     generator = Generator(model, **settings, batch=1)
     alone = [generator([prompt])[0] for prompt in given]

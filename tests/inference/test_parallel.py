@@ -30,13 +30,11 @@ def _rank(rank: int, world: int, family: str, axes: dict[str, int]) -> list[list
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
-        ("llama", {"tensor": 2}),
         ("gemma3", {"tensor": 2}),
         ("deepseek-v3", {"tensor": 2}),
         ("gpt-oss", {"tensor": 2}),
         ("mixtral", {"shard": 2, "expert": 2}),
         ("llama", {"replicate": 2}),
-        ("llama", {"shard": 2}),
         ("llama", {"tensor_x": 2, "tensor_y": 2}),
     ],
 )
@@ -92,7 +90,6 @@ def _context(rank: int, world: int, folder: str, axes: dict[str, int]) -> tuple[
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
-        ("llama", {"context": 2}),
         ("gemma3", {"context": 2}),
         ("gpt-oss", {"context": 2}),
         ("deepseek-v3", {"context": 2}),

@@ -16,7 +16,7 @@ from hyper_parallel.errors import HyperParallelError, IntegrationError
 from hyper_parallel.integration.trainer_pipeline import rows_of_micro_batch
 
 NEAR = 1e-4
-"""Sums in other orders in fp32, over up to twelve updates by AdamW."""
+"""Sums in other orders in fp32, over up to eight updates by AdamW."""
 
 TWO: dict[str, Any] = {"axes": {"pipeline": 2}}
 FEW = {"max_steps": 4}

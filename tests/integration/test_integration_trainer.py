@@ -10,7 +10,7 @@ from trainer_cases import EVALUATED, STEPS, Case, Told, told
 from harness import run_ranks
 
 NEAR = 1e-4
-"""Sums in other orders in fp32, over twelve updates by AdamW."""
+"""Sums in other orders in fp32, over eight updates by AdamW."""
 
 SEQUENCE: dict[str, Any] = {"axes": {"tensor": 2}, "sequence": True}
 BOTH: dict[str, Any] = {"axes": {"shard": 2, "tensor": 2}, "sequence": True}

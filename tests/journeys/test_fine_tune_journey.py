@@ -102,11 +102,15 @@ def chat_model(place: Path) -> Path:
 
 
 def test_it_answers_and_stops_and_its_logits_are_those_of_the_trainer(place: Path, chat_model: Path) -> None:
-    seen = json.loads(with_trainer(place, "look", "chats.jsonl", chat_model.name))
-    assert seen["right"] == [True] * len(CHATS)
-    with_trainer(place, "plain", "early.yaml", "base", "trainer")
-    seen = json.loads(with_trainer(place, "look", "chats.jsonl", "early", "trainer", "base"))
-    trainer, base = seen["apart"]
+    told = with_trainer(
+        place,
+        *("look", "chats.jsonl", chat_model.name),
+        *("then", "plain", "early.yaml", "base", "trainer"),
+        *("then", "look", "chats.jsonl", "early", "trainer", "base"),
+    )
+    answers, logits = (json.loads(line) for line in told.splitlines() if line.startswith('{"right"'))
+    assert answers["right"] == [True] * len(CHATS)
+    trainer, base = logits["apart"]
     assert trainer < CLOSE, trainer
     assert base > 1000 * CLOSE, base
 
@@ -125,19 +129,17 @@ def test_adapters_in_the_trainer(place: Path, chat_model: Path) -> None:
     lora["train"] = {**RUN["train"], "optimizer": {"lr": 1e-2, "eps": 1e-5}}
     (place / "lora.yaml").write_text(json.dumps(lora))
     (place / "lora-early.yaml").write_text(json.dumps({"extends": "lora.yaml", "train": {"steps": EARLY}}))
-    with_trainer(place, "lora", "lora-early.yaml", chat_model.name, "adapters-plain")
-    with_trainer(place, "spread", "lora-early.yaml", chat_model.name, "adapters-early", ranks=2)
     with_trainer(place, "spread", "lora.yaml", chat_model.name, "adapters-spread", ranks=2)
-    seen = json.loads(
-        with_trainer(
-            place,
-            *("look", "rotated.jsonl", *[chat_model.name] * 3),
-            *("--adapters", "adapters-spread", "adapters-plain", "adapters-early"),
-        )
+    told = with_trainer(
+        place,
+        *("lora", "lora-early.yaml", chat_model.name, "adapters-plain", "then"),
+        *("look", "rotated.jsonl", *[chat_model.name] * 3),
+        *("--adapters", "adapters-spread", "adapters-plain", "adapters-spread-early"),
     )
+    (seen,) = (json.loads(line) for line in told.splitlines() if line.startswith('{"right"'))
     assert seen["right"] == [True] * len(CHATS)
     plain, early = (
-        place / name / "adapter_model.safetensors" for name in ("adapters-plain", "adapters-early")
+        place / name / "adapter_model.safetensors" for name in ("adapters-plain", "adapters-spread-early")
     )
     expected, found = load_file(plain), load_file(early)
     assert expected.keys() == found.keys()

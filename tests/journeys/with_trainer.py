@@ -5,8 +5,9 @@
     torchrun … with_trainer.py spread RUN_FILE BASE OUT        HyperParallelTrainer, adapters
     python with_trainer.py look CHATS MODEL OTHER… [--adapters OF_MODEL OF_OTHER…]
 
-The last asks MODEL every question of CHATS and prints whether it gives the answers and stops by itself, and how far its
-logits are from each other model's, as a share of the largest logit.
+With `then` between them, several follow each other in one process. `spread` also writes what it has after EARLY steps,
+into OUT-early. `look` asks MODEL every question of CHATS and prints whether it gives the answers and stops by itself,
+and how far its logits are from each other model's, as a share of the largest logit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -29,12 +31,25 @@ from transformers import (
 from hyper_parallel import config as run_files
 from hyper_parallel.step.build import unsharded
 
+EARLY = 4
+
 
 class InOrder(Trainer):
     """Takes the rows as they stand."""
 
     def _get_train_sampler(self, *args: Any) -> Any:
         return SequentialSampler(self.train_dataset)
+
+
+class Early(TrainerCallback):
+    """Writes what there is after `EARLY` steps into a folder of its own."""
+
+    def __init__(self, trainer: Trainer, out: str) -> None:
+        self.trainer, self.out = trainer, out
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == EARLY < state.max_steps:
+            self.trainer.save_model(self.out)
 
 
 def rows(config: Any) -> list[dict[str, torch.Tensor]]:
@@ -93,6 +108,7 @@ def train(kind: str, file: str, base: str, out: str) -> None:
         trainer: Any = SpreadInOrder(**made, strategy={"axes": {"shard": ranks}})
     else:
         trainer = InOrder(**made)
+    trainer.add_callback(Early(trainer, f"{out}-early"))
     trainer.train()
     trainer.save_model(out)
 
@@ -132,8 +148,8 @@ if __name__ == "__main__":
     import hyper_parallel
 
     assert Path.cwd() in Path(hyper_parallel.__file__).parents, f"not the wheel: {hyper_parallel.__file__}"
-    command, *given = sys.argv[1:]
-    if command != "look":
-        train(command, *given)
-    else:
-        look(*given)
+    for command, *given in (line.split("\n") for line in "\n".join(sys.argv[1:]).split("\nthen\n")):
+        if command != "look":
+            train(command, *given)
+        else:
+            look(*given)

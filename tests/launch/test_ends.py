@@ -13,8 +13,8 @@ from harness.commands import Command, descendants, make_config, noted, running, 
 from hyper_parallel.config import RunConfig
 
 
-def _started(folder: Path, config: RunConfig, target: str, terminal: bool = False) -> Command:
-    command = Command(config, target, terminal=terminal)
+def _started(folder: Path, config: RunConfig, target: str, **how: bool) -> Command:
+    command = Command(config, target, **how)
     world = config.effective_strategy.axes.world
     wait_until(
         lambda: (
@@ -22,6 +22,7 @@ def _started(folder: Path, config: RunConfig, target: str, terminal: bool = Fals
             or all((folder / f"run/rank-{rank}.json").exists() for rank in range(world))
         ),
         "every worker is at work",
+        timeout=200,
     )
     assert command.process.poll() is None, command.errors
     return command
@@ -50,7 +51,8 @@ def test_a_killed_worker_ends_those_that_hear_of_nothing(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_asked_to_stop_the_workers_finish_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
-    command = _started(tmp_path, make_config(tmp_path, {"shard": 2}), "loops")
+    imports = number == signal.SIGINT
+    command = _started(tmp_path, make_config(tmp_path, {"shard": 2}), "loops", imports=imports)
     family = descendants(command.process.pid)
     # The whole process group, as a terminal's Ctrl-C does: workers must not be ended by it.
     os.killpg(command.process.pid, number)
@@ -73,7 +75,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_before_the_workers_are_there_ends_at_once(tmp_path: Path) -> None:
-    command = Command(make_config(tmp_path, {"shard": 2}), "ignores_stop")
+    command = Command(make_config(tmp_path, {"shard": 2}), "ignores_stop", imports=True)
     wait_until(lambda: bool(descendants(command.process.pid)), "the fork server is there")
     time.sleep(0.3)  # torch is being imported
     family = descendants(command.process.pid)

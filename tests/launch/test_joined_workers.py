@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from harness.commands import descendants, make_config, noted, running, wait_until
+from harness.commands import Command, descendants, make_config, noted, running, wait_until
 from harness.ports import free_port
 from hyper_parallel.config import RunConfig
 
@@ -36,27 +35,20 @@ def _torchrun(config: RunConfig, target: str, workers: int) -> subprocess.Popen[
     )
 
 
-def _by_hand(
-    config: RunConfig, target: str, environments: list[Mapping[str, str]]
-) -> list[tuple[int, str, str]]:
-    """The command once for each environment, as srun or mpirun starts it: (exit code, output, errors)."""
-    file = Path(config.out).parent / "config.json"
-    file.write_text(config.model_dump_json())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "harness.command", str(file), f"harness.targets:{target}"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for environment in environments
+def _by_hand(config: RunConfig, target: str, environments: list[dict[str, str]]) -> list[tuple[int, str]]:
+    """The command once for each environment, as srun or mpirun starts it: the exit code and what it writes."""
+    tasks = [
+        Command(config, target, name=f"task{rank}", env=environment)
+        for rank, environment in enumerate(environments)
     ]
-    ends = [process.communicate(timeout=60) for process in processes]
-    return [(process.returncode, *end) for process, end in zip(processes, ends, strict=True)]
+    try:
+        return [(task.end(), task.errors) for task in tasks]
+    finally:
+        for task in tasks:
+            task.process.kill()
 
 
-def _slurm(world: int) -> list[Mapping[str, str]]:
+def _slurm(world: int) -> list[dict[str, str]]:
     shared = {
         "SLURM_STEP_NUM_TASKS": str(world),
         "SLURM_STEP_TASKS_PER_NODE": str(world),
@@ -119,29 +111,29 @@ def test_a_rank_that_is_stopped_under_torchrun_is_named_and_ended(tmp_path: Path
 
 def test_under_slurm_a_users_error_is_said_once_and_every_task_ends_with_2(tmp_path: Path) -> None:
     ends = _by_hand(make_config(tmp_path, {"shard": 2}), "wrong_data", _slurm(2))
-    assert [code for code, _, _ in ends] == [2, 2]
-    said = "".join(errors for _, _, errors in ends)
+    assert [code for code, _ in ends] == [2, 2]
+    said = "".join(errors for _, errors in ends)
     assert said == "hyper-parallel: error: corpus.txt is empty; give a file with text\n"
 
 
 def test_under_slurm_the_cause_is_shown_and_not_what_follows_from_it(tmp_path: Path) -> None:
     ends = _by_hand(make_config(tmp_path, {"shard": 2}), "one_raises", _slurm(2))
-    assert [code for code, _, _ in ends] == [1, 1]
-    said = "".join(errors for _, _, errors in ends)
+    assert [code for code, _ in ends] == [1, 1]
+    said = "".join(errors for _, errors in ends)
     assert said.startswith("worker 1 failed") and said.count("Traceback") == 1
 
 
 def test_under_slurm_on_one_machine_everything_listens_on_loopback(tmp_path: Path) -> None:
     ends = _by_hand(make_config(tmp_path, {"shard": 2}), "facts", _slurm(2))
-    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert [code for code, _ in ends] == [0, 0], ends
     assert {address for rank in range(2) for address in noted(tmp_path, rank)["listening"]} == {"0100007F"}
 
 
 def test_under_mpi_the_stated_rendezvous_serves(tmp_path: Path) -> None:
     environments = [{"PMI_RANK": str(rank), "PMI_SIZE": "2"} for rank in range(2)]
     config = make_config(tmp_path, {"shard": 2}, rendezvous=f"127.0.0.1:{free_port()}")
-    ends = _by_hand(config, "facts", list(environments))
-    assert [code for code, _, _ in ends] == [0, 0], ends
+    ends = _by_hand(config, "facts", environments)
+    assert [code for code, _ in ends] == [0, 0], ends
     assert [noted(tmp_path, rank)["total"] for rank in range(2)] == [1, 1]
 
 

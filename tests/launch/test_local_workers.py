@@ -50,7 +50,8 @@ def test_one_worker_is_a_process_with_a_group_and_no_port(tmp_path: Path) -> Non
 
 
 def test_the_command_imports_no_torch(tmp_path: Path) -> None:
-    command = Command(make_config(tmp_path, {"shard": 2}), "facts")  # the command asserts it at its end
+    # The command asserts it at its end.
+    command = Command(make_config(tmp_path, {"shard": 2}), "facts", imports=True)
     assert command.end() == 0, command.errors
 
 
@@ -215,7 +216,7 @@ def test_workers_that_do_not_spread_over_the_machines_are_refused(tmp_path: Path
 def test_a_broken_torch_is_told_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/torch.py").write_text("raise ImportError('libfoo.so: cannot open shared object')")
-    command = Command(make_config(tmp_path, {}), "facts", path=[str(tmp_path / "broken")])
+    command = Command(make_config(tmp_path, {}), "facts", path=[str(tmp_path / "broken")], imports=True)
     assert command.end() == 2
     assert "libfoo.so: cannot open shared object" in command.errors
     assert command.errors.count("\n") == 1

@@ -6,11 +6,10 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +23,9 @@ STOPPING = "stopping: the workers finish their step and save; once more ends the
 class _Run:
     """A command whose two workers are at work."""
 
-    def __init__(self, folder: Path, target: str = "loops", **launch: object) -> None:
+    def __init__(self, folder: Path, target: str = "loops", imports: bool = False, **launch: object) -> None:
         self.folder = folder
-        self.command = Command(make_config(folder, {"shard": 2}, **launch), target)
+        self.command = Command(make_config(folder, {"shard": 2}, **launch), target, imports=imports)
         wait_until(
             lambda: (
                 self.command.process.poll() is not None
@@ -56,8 +55,8 @@ def start(tmp_path: Path) -> Iterator[type[_Run]]:
     """Starts a run, and leaves nothing of it."""
     runs: list[_Run] = []
 
-    def made(target: str = "loops", **launch: object) -> _Run:
-        runs.append(_Run(tmp_path, target, **launch))
+    def made(target: str = "loops", **how: Any) -> _Run:
+        runs.append(_Run(tmp_path, target, **how))
         return runs[-1]
 
     yield made  # type: ignore[misc]
@@ -86,7 +85,7 @@ def _send(pids: list[int], number: int) -> None:
 def test_a_signal_to_any_process_of_a_run_stops_it_as_ctrl_c_does(
     start: type[_Run], tmp_path: Path, number: int, whom: str
 ) -> None:
-    run = start()
+    run = start(imports=(number, whom) == (signal.SIGTERM, "every process"))
     _send(run.reached_by(whom), number)
     assert run.command.end(timeout=100) == 130
     assert [noted(tmp_path, rank)["stopped"] for rank in range(2)] == [True, True]
@@ -152,7 +151,7 @@ def test_a_worker_that_waits_in_a_collective_hears_a_signal_and_passes_it_on(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_every_process_before_the_workers_are_there(tmp_path: Path, number: int) -> None:
-    command = Command(make_config(tmp_path, {"shard": 2}), "ignores_stop")
+    command = Command(make_config(tmp_path, {"shard": 2}), "ignores_stop", imports=True)
     wait_until(lambda: bool(descendants(command.process.pid)), "the fork server is there")
     family = descendants(command.process.pid)
     _send([command.process.pid, *family], number)
@@ -222,28 +221,19 @@ def _state(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def _tasks(config: RunConfig, target: str) -> Iterator[list[subprocess.Popen[str]]]:
-    file = Path(config.out).parent / "config.json"
-    file.write_text(config.model_dump_json())
-    shared: Mapping[str, str] = {
+def _tasks(config: RunConfig, target: str, imports: bool = False) -> Iterator[list[Command]]:
+    shared = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_NODEID": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "harness.command", str(file), f"harness.targets:{target}"],
-            env={**os.environ, **shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    tasks = []
     try:
+        for rank in range(2):
+            env = {**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            tasks.append(Command(config, target, name=f"task{rank}", env=env, imports=imports))
         folder = Path(config.out).parent
         wait_until(
             lambda: all((folder / f"run/rank-{rank}.json").exists() for rank in range(2)),
@@ -253,18 +243,19 @@ def _tasks(config: RunConfig, target: str) -> Iterator[list[subprocess.Popen[str
         yield tasks
     finally:
         for task in tasks:
-            task.kill()
+            task.process.kill()
 
 
 @pytest.mark.parametrize("reached", [[0, 1], [1]])
 def test_slurms_sigterm_stops_every_task_however_many_it_reaches(tmp_path: Path, reached: list[int]) -> None:
-    with _tasks(make_config(tmp_path, {"shard": 2}), "loops") as tasks:
+    with _tasks(make_config(tmp_path, {"shard": 2}), "loops", imports=len(reached) == 1) as tasks:
         for _ in range(2):
             for rank in reached:
-                tasks[rank].send_signal(signal.SIGTERM)
+                tasks[rank].process.send_signal(signal.SIGTERM)
             time.sleep(0.02)
-        said = [task.communicate(timeout=100)[1] for task in tasks]
-        assert [task.returncode for task in tasks] == [130, 130], said
+        codes = [task.end(timeout=100) for task in tasks]
+        said = [task.errors for task in tasks]
+        assert codes == [130, 130], said
     assert [noted(tmp_path, rank)["stopped"] for rank in range(2)] == [True, True]
     assert said == ["", ""]
 
@@ -272,38 +263,40 @@ def test_slurms_sigterm_stops_every_task_however_many_it_reaches(tmp_path: Path,
 def test_slurms_notice_saves_and_the_tasks_go_on(tmp_path: Path) -> None:
     with _tasks(make_config(tmp_path, {"shard": 2}), "loops") as tasks:
         for task in tasks:
-            task.send_signal(signal.SIGUSR1)
+            task.process.send_signal(signal.SIGUSR1)
         wait_until(
             lambda: all(noted(tmp_path, rank)["saves"] for rank in range(2)),
             "the notice was taken on every task",
         )
-        assert [task.poll() for task in tasks] == [None, None]
+        assert [task.process.poll() for task in tasks] == [None, None]
         for task in tasks:
-            task.send_signal(signal.SIGTERM)
-        assert [task.wait(timeout=100) for task in tasks] == [130, 130]
+            task.process.send_signal(signal.SIGTERM)
+        assert [task.end(timeout=100) for task in tasks] == [130, 130]
 
 
 def test_where_there_is_nothing_to_save_one_tasks_signal_ends_every_task(tmp_path: Path) -> None:
     with _tasks(make_config(tmp_path, {"shard": 2}), "prepares") as tasks:
-        tasks[1].send_signal(signal.SIGTERM)
-        said = [task.communicate(timeout=100)[1] for task in tasks]
-        assert [task.returncode for task in tasks] == [130, 130], said
+        tasks[1].process.send_signal(signal.SIGTERM)
+        codes = [task.end(timeout=100) for task in tasks]
+        said = [task.errors for task in tasks]
+        assert codes == [130, 130], said
     assert said == ["", ""]
 
 
 def test_a_task_that_does_not_end_in_the_grace_time_leaves(tmp_path: Path) -> None:
     with _tasks(make_config(tmp_path, {"shard": 2}, grace=1.0), "ignores_stop") as tasks:
-        tasks[0].send_signal(signal.SIGTERM)
-        assert [task.wait(timeout=100) for task in tasks] == [130, 130]
+        tasks[0].process.send_signal(signal.SIGTERM)
+        assert [task.end(timeout=100) for task in tasks] == [130, 130]
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_a_task_that_is_stopped_is_named_and_ended(tmp_path: Path, rank: int) -> None:
     with _tasks(make_config(tmp_path, {"shard": 2}, timeout=8.0), "loops") as tasks:
         time.sleep(3)
-        tasks[rank].send_signal(signal.SIGSTOP)
-        said = [task.communicate(timeout=100)[1] for task in tasks]
-        assert tasks[1 - rank].returncode == 1 and tasks[rank].returncode == -signal.SIGKILL, said
+        tasks[rank].process.send_signal(signal.SIGSTOP)
+        codes = [task.end(timeout=100) for task in tasks]
+        said = [task.errors for task in tasks]
+        assert codes[1 - rank] == 1 and codes[rank] == -signal.SIGKILL, said
     assert said[rank] == ""
     assert said[1 - rank].startswith(
         f"hyper-parallel: error: worker {rank} has given no sign of life for "

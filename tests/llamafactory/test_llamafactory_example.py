@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from runs import command, losses
 from transformers import AutoModelForCausalLM
 
-from examples.runner import folder_with_examples, run
+from examples.runner import folder_with_examples, script
 
 
 def test_it_runs_as_its_comment_says(tmp_path: Path) -> None:
     folder_with_examples(tmp_path)
-    run(tmp_path, sys.executable, "examples/sft/make_model.py")
+    script(tmp_path, "examples/sft/make_model.py")
     file = "examples/integrations/llamafactory/train.yaml"
     words = f"FORCE_TORCHRUN=1 NPROC_PER_NODE=2 llamafactory-cli train {file} max_steps=6"
     done = command(["bash", "-c", words], tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def _outcome(model: torch.nn.Module, strategy: Strategy, options: LossConfig) ->
         )
 
 
+@functools.cache
 def _expected(family: str, **overrides: Any) -> Outcome:
     """By the model's own logits and PyTorch's cross-entropy; nothing of ours but the values."""
     model = _prepared(family, Strategy(), "traceable", **overrides)
@@ -146,7 +148,7 @@ def test_simulated_ranks(family: str, name: str) -> None:
 
 
 def _rank(rank: int, world: int, family: str, name: str, chunk: int | str) -> Outcome:
-    strategy = Strategy(**STRATEGIES[name])
+    strategy = Strategy(**STRATEGIES[name], check=False)
     return _outcome(_prepared(family, strategy, "fsdp"), strategy, _options(chunk))
 
 
@@ -197,7 +199,7 @@ def test_full_logits_never_exist(gradients: bool) -> None:
 
 
 def _rank_largest(rank: int, world: int) -> list[int]:
-    model = _prepared("llama", Strategy(axes={"tensor": world}), "fsdp")
+    model = _prepared("llama", Strategy(axes={"tensor": world}, check=False), "fsdp")
     whole = batch()
     with _Largest(131) as gathered, _Largest(66) as local:  # 131 over 2 ranks: 66 and 65
         causal_lm_loss(
@@ -265,7 +267,7 @@ def test_the_model_itself_still_gives_logits() -> None:
 
 
 def _rank_auxiliary(rank: int, world: int, axes: dict[str, int], chunk: int | str) -> Outcome:
-    strategy = Strategy(axes=axes)
+    strategy = Strategy(axes=axes, check=False)
     model = _prepared("mixtral", strategy, "fsdp", output_router_logits=True, router_aux_loss_coef=0.5)
     return _outcome(model, strategy, _options(chunk))
 

@@ -81,7 +81,7 @@ def tiny(seed: int) -> Problem:
     return under(replace(problem, spaces=tuple(slow)), draw.choice((0.0, 0.3, 0.6)))
 
 
-@pytest.mark.parametrize("first", [100, 120, 140])
+@pytest.mark.parametrize("first", [100, 120])
 def test_within_three_percent_of_the_best_of_all_plans(first: int) -> None:
     tried = stalled = 0
     for problem in map(tiny, range(first, first + 20)):

@@ -20,7 +20,7 @@ def counted(stretches: list[tuple[int, int, int]]) -> list[int]:
     return profile(parts, NODES)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(STRETCH), st.lists(STRETCH))
 def test_changes_come_to_what_all_lifetimes_do(
     before: list[tuple[int, int, int]], after: list[tuple[int, int, int]]
@@ -35,7 +35,7 @@ def test_changes_come_to_what_all_lifetimes_do(
     assert live.peak == max(0, *live.at.tolist())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=NODES, max_size=NODES), STRETCH, st.integers(0, 9))
 def test_a_stretch_is_asked_node_by_node(
     counts: list[int], stretch: tuple[int, int, int], limit: int

@@ -75,15 +75,10 @@ def test_the_same_plan_in_another_process() -> None:
         "from hyper_parallel.offloading.schedule.solve import choose\n"
         "print(choose(under(llama(), 0.4)))"
     )
-    said = set()
-    for seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(TESTS)}
-        said.add(
-            subprocess.run(
-                [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-            ).stdout
-        )
-    assert said == {f"{choose(under(llama(), 0.4))}\n"}
+    # This process has another seed of its hashes.
+    env = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(TESTS)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{choose(under(llama(), 0.4))}\n"
 
 
 def test_a_slower_space_is_used_only_once_the_first_is_full() -> None:

@@ -50,7 +50,7 @@ def check(lives: list[Life], align: int) -> Packed:
     return packed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LIVES, st.sampled_from((1, 16, 512)))
 def test_what_lives_at_once_never_overlaps(lives: list[Life], align: int) -> None:
     assert check(lives, align) == pack(lives, align)

@@ -13,7 +13,7 @@ from hyper_parallel.offloading.schedule.transfers import replay
 WORK = 200_000
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_keeps_every_rule_and_is_quicker(seed: int) -> None:
     problem = under(drawn(seed, 16, 30), 0.3)
     layout = everything_away(problem)

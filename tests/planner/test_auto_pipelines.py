@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from auto_cases import machine, run_file
+from auto_cases import launched, machine, run_file
 
 from harness.commands import noted
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
-from hyper_parallel.launch import run
 from hyper_parallel.planner.auto.choose import Choice, choose
 from hyper_parallel.planner.auto.resolved import resolved
 from hyper_parallel.planner.auto.saved_choice import STRATEGY_FILE
@@ -143,8 +142,8 @@ def test_a_pipeline_that_cannot_be_simulated_is_named_with_the_reason(tmp_path: 
     assert choice.lines[-1].endswith("cannot be simulated: its layers cannot be cut")
 
 
-def _trained(folder: Path, strategy: Any, **train: Any) -> tuple[dict[str, Any], str]:
-    """What rank 0 notes of a run on four workers, and the strategy file that it wrote."""
+def _trained(folder: Path, strategy: Any, workers: int = 4, **train: Any) -> tuple[dict[str, Any], str]:
+    """What rank 0 notes of a run, and the strategy file that it wrote."""
     sections: dict[str, Any] = {
         "model": {"config": WIDE},
         "data": {
@@ -155,10 +154,10 @@ def _trained(folder: Path, strategy: Any, **train: Any) -> tuple[dict[str, Any],
         },
         "train": {"batch": 8, "steps": 2, "sample": {"tokens": 0}, **train},
         "checkpoint": {"every": 1},
-        "launch": {"workers": 4},
+        "launch": {"workers": workers},
     }
-    assert run(run_file(folder, strategy, **sections), "auto_cases:train") == 0
-    notes = [noted(folder, rank) for rank in range(4)]
+    assert launched(run_file(folder, strategy, **sections), "train") == 0
+    notes = [noted(folder, rank) for rank in range(workers)]
     assert all(one["laid"] == notes[0]["laid"] for one in notes)
     file = folder / "run" / STRATEGY_FILE
     return notes[0], file.read_text() if file.is_file() else ""
@@ -179,10 +178,10 @@ def test_workers_run_the_pipeline_that_was_chosen_and_keep_it_when_they_resume(t
 
 
 def test_workers_try_pipelines_beside_simple_strategies(tmp_path: Path) -> None:
-    machine(4).dump(tmp_path / "cluster.yaml")
-    strategy = {**OPEN, "cluster": str(tmp_path / "cluster.yaml"), "tries": 4}
-    first, text = _trained(tmp_path / "auto", strategy)
+    machine(2).dump(tmp_path / "cluster.yaml")
+    strategy = {**OPEN, "cluster": str(tmp_path / "cluster.yaml"), "tries": 2}
+    first, text = _trained(tmp_path / "auto", strategy, workers=2)
     tried = next(line for line in text.splitlines() if "that were tried" in line)
     assert "cannot run" not in tried and "pipeline" in text
-    written, _ = _trained(tmp_path / "written", first["laid"], micro_batch=first["micro"])
+    written, _ = _trained(tmp_path / "written", first["laid"], workers=2, micro_batch=first["micro"])
     assert written["losses"] == first["losses"]

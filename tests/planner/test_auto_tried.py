@@ -184,21 +184,13 @@ def test_a_run_after_a_trial_is_the_run_without_one(
     tmp_path: Path, target: str, memory: dict[str, str]
 ) -> None:
     machine(2).dump(tmp_path / "cluster.yaml")
-    sections: dict[str, Any] = {
-        "data": {
-            "train": argparse.__file__,
-            "sequence": 64,
-            "tokenizer": {"vocab_size": 512},
-            "cache": str(tmp_path),
-        },
-        "train": {"batch": 4, "steps": 3},
-        "launch": {"workers": 2},
-    }
+    data = {**SMALL_RUN["data"], "cache": str(tmp_path)}
+    sections = {**SMALL_RUN, "data": data, "train": {"batch": 4, "steps": 2}}
     open_ = {
         "axes": {"replicate": "auto", "shard": "auto"},
         "memory": {"recompute": "none", **memory},
         "cluster": str(tmp_path / "cluster.yaml"),
-        "tries": 3,
+        "tries": 2,
     }
     config = run_file(tmp_path, open_, **sections)
     assert launched(config, target) == 0
@@ -207,7 +199,7 @@ def test_a_run_after_a_trial_is_the_run_without_one(
     assert first["laid"] == second["laid"] and first["losses"] == second["losses"]
     assert first["left"] == second["left"] == [0, 1]
 
-    sections["train"]["micro_batch"] = first["micro"]
+    sections["train"] = {**sections["train"], "micro_batch": first["micro"]}
     plain = run_file(tmp_path / "plain", first["laid"], **sections)
     assert launched(plain, "train") == 0
     assert noted(tmp_path / "plain", 0)["losses"] == first["losses"]

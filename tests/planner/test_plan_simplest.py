@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.answer import text, ties, to_json
+from hyper_parallel.planner.choice import Answer
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer, within
-from hyper_parallel.planner.simplest import AXES, TIE, simplest
+from hyper_parallel.planner.simplest import AXES, TIE, Tied, simplest
 from hyper_parallel.planner.solve import solve
 from hyper_parallel.planner.table import SPREAD
 from hyper_parallel.workload.published import shape
@@ -24,21 +26,22 @@ from planner.plan_cases import EXPERTS, listed, question
 
 K = Constants()
 SMALL = {"state_on_host": (0.0, 1.0), "activations_on_host": (0.0, 0.5), "micro": (1, 2)}
-CASES = [
-    pytest.param(question(gib=80.0, fix=SMALL), id="roomy"),
-    pytest.param(question(gib=14.0, fix=SMALL), id="tight"),
-    pytest.param(question(gib=7.5, fix=SMALL), id="tighter"),
-    pytest.param(question(EXPERTS, gib=16.0, devices=4, fix=SMALL), id="experts"),
-    pytest.param(question(gib=14.0, runnable=True), id="runnable"),
-    pytest.param(question(gib=14.0, fix={**SMALL, "context": 2}), id="fixed axis"),
-]
+CASES = {
+    "roomy": question(gib=80.0, fix=SMALL),
+    "tight": question(gib=14.0, fix=SMALL),
+    "tighter": question(gib=7.5, fix=SMALL),
+    "experts": question(EXPERTS, gib=16.0, devices=4, fix=SMALL),
+    "runnable": question(gib=14.0, runnable=True),
+    "fixed axis": question(gib=14.0, fix={**SMALL, "context": 2}),
+}
 
 
-def _points(asked: Question) -> tuple[dict[str, np.ndarray], np.ndarray]:
+@functools.cache
+def _points(case: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """All points that fit: columns, and seconds of a step."""
     columns: dict[str, list[np.ndarray]] = {name: [] for name in SPREAD}
     seconds = []
-    for table in listed(asked):
+    for table in listed(CASES[case]):
         seen = estimate(table, K)
         fits = np.broadcast_to(seen.fits, table.n)
         seconds.append(np.broadcast_to(seen.seconds, table.n)[fits])
@@ -47,30 +50,40 @@ def _points(asked: Question) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {name: np.concatenate(some) for name, some in columns.items()}, np.concatenate(seconds)
 
 
-@pytest.mark.parametrize("asked", CASES)
+@functools.cache
+def _answer(case: str, tie: float = 0.0) -> Answer:
+    return answer(CASES[case], K, tie)
+
+
+@functools.cache
+def _simplest(case: str, tie: float) -> tuple[Answer, Tied | None]:
+    return simplest(replace(CASES[case], tie=tie), K)
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tie", [TIE, 0.2])
-def test_ties_are_those_of_listing_all(asked: Question, tie: float) -> None:
-    columns, seconds = _points(asked)
-    found = answer(asked, K, tie)
+def test_ties_are_those_of_listing_all(case: str, tie: float) -> None:
+    columns, seconds = _points(case)
+    found = _answer(case, tie)
     near = seconds <= seconds.min() * (1 + tie)
     data = columns["replicate"] * columns["shard"]
     kinds = np.stack([data, *(columns[axis] for axis in AXES)])[:, near]
     assert len(found.ties) == len(np.unique(kinds, axis=1).T)
-    assert found.best[0].seconds == answer(asked, K).best[0].seconds
+    assert found.best[0].seconds == _answer(case).best[0].seconds
 
 
-@pytest.mark.parametrize("asked", CASES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tie", [TIE, 0.2])
-def test_no_axis_of_the_answer_could_go_within_the_tie(asked: Question, tie: float) -> None:
-    columns, seconds = _points(asked)
-    found, tied = simplest(replace(asked, tie=tie), K)
+def test_no_axis_of_the_answer_could_go_within_the_tie(case: str, tie: float) -> None:
+    columns, seconds = _points(case)
+    found, tied = _simplest(case, tie)
     first = found.best[0]
     assert tied is not None
     assert tied.quickest.seconds == pytest.approx(seconds.min(), rel=1e-9)
     degrees = {axis: float(getattr(first.table, axis)[0]) for axis in AXES}
     several = [axis for axis, degree in degrees.items() if degree > 1]
     for axis in several:
-        if axis in asked.fix:
+        if axis in CASES[case].fix:
             continue
         kept = [columns[other] == 1 for other in AXES if other not in several or other == axis]
         without = np.logical_and.reduce(kept)
@@ -81,10 +94,10 @@ def test_no_axis_of_the_answer_could_go_within_the_tie(asked: Question, tie: flo
     assert len(several) <= fewest.min()
 
 
-@pytest.mark.parametrize("asked", CASES)
-def test_nothing_is_moved_to_the_host_where_the_same_axes_tie_without(asked: Question) -> None:
-    columns, seconds = _points(asked)
-    found, tied = simplest(replace(asked, tie=TIE), K)
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_moved_to_the_host_where_the_same_axes_tie_without(case: str) -> None:
+    columns, seconds = _points(case)
+    found, tied = _simplest(case, TIE)
     assert tied is not None
     first = found.best[0]
     same = np.logical_and.reduce([columns[axis] == float(getattr(first.table, axis)[0]) for axis in AXES])
@@ -96,8 +109,7 @@ def test_nothing_is_moved_to_the_host_where_the_same_axes_tie_without(asked: Que
 
 
 def test_within_finds_the_quickest_or_nothing() -> None:
-    asked = question(gib=14.0, fix=SMALL)
-    best = answer(asked, K).best[0]
+    asked, best = CASES["tight"], _answer("tight").best[0]
     found = within(asked, K, best.seconds * 1.01)
     assert found is not None
     assert found.seconds == best.seconds

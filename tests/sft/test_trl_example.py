@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from examples.runner import ROOT, run
+from examples.runner import ROOT, run, script
 
 SCRIPT = str(ROOT / "examples/integrations/trl_sft.py")
 
@@ -20,7 +20,7 @@ def losses(shown: str) -> list[float]:
 
 
 def test_it_runs_as_its_comment_says(tmp_path: Path) -> None:
-    run(tmp_path, sys.executable, str(ROOT / "examples/sft/make_model.py"), "model")
+    script(tmp_path, str(ROOT / "examples/sft/make_model.py"), "model")
     chats = str(ROOT / "examples/sft/chats.jsonl")
     several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT)
     found = {

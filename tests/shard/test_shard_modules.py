@@ -130,7 +130,8 @@ BF16: dict[str, Any] = {"compute": "bfloat16", "modules": {"*norm*": "float32"}}
 
 
 def _bf16(rank: int, world: int, axes: dict[str, int]) -> Any:
-    strategy = Strategy(axes=axes, precision=BF16, memory={"recompute": "layer"} if world > 2 else {})
+    memory: dict[str, Any] = {"recompute": "layer"} if world > 2 else {}
+    strategy = Strategy(axes=axes, precision=BF16, memory=memory, check=False)
     model = shard.parallelize(build("llama"), strategy)
     shard.init_weights(model, seed=1)
     seen: dict[str, torch.dtype] = {}

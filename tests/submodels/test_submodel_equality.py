@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import pytest
 
-from harness.submodel_steps import SubmodelCase, against_one_device
+from harness.submodel_steps import Compared, SubmodelCase, against_one_device
 
 VISION = {"modules": ["model.vision_tower", "model.multi_modal_projector"]}
 CASES: dict[int, list[SubmodelCase]] = {
@@ -87,9 +87,14 @@ CASES: dict[int, list[SubmodelCase]] = {
 }
 
 
+@functools.cache
+def _found(world: int) -> list[Compared]:
+    return against_one_device(world, CASES[world])
+
+
 @pytest.mark.parametrize("world", CASES)
 def test_steps_are_those_of_one_device(world: int) -> None:
-    for case, found in zip(CASES[world], against_one_device(world, CASES[world]), strict=True):
+    for case, found in zip(CASES[world], _found(world), strict=True):
         assert not found.refused, found.refused
         assert not found.missing, (case, found.missing)
         assert found.error < 1e-5, (case, found)
@@ -98,9 +103,7 @@ def test_steps_are_those_of_one_device(world: int) -> None:
 
 
 def test_what_crosses_is_told() -> None:
-    case: Any = CASES[4][0]
-    (found,) = against_one_device(4, [case])
-    assert found.plan.splitlines() == [
+    assert _found(4)[0].plan.splitlines() == [
         "vision: ranks 0, 1",
         "language 0: ranks 2",
         "language 1: ranks 3",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from harness.forked_command import run_script
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import replay
@@ -42,13 +43,7 @@ def test_what_differs_is_listed(tmp_path: Path) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     before.write_text(json.dumps({"plan/a": "1", "plan/b": "2"}))
     after.write_text(json.dumps({"plan/a": "1", "plan/b": "3"}))
-    done = subprocess.run(
-        [sys.executable, str(TOOL), "compare", str(before), str(after)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_script(TOOL, "compare", str(before), str(after), folder=tmp_path)
     assert done.returncode == 1
     assert done.stdout.splitlines() == ["plan/b: 2 before, 3 after", "1 equal, 1 differ"]
-    same = subprocess.run([sys.executable, str(TOOL), "compare", str(before), str(before)], timeout=60)
-    assert same.returncode == 0
+    assert run_script(TOOL, "compare", str(before), str(before), folder=tmp_path).returncode == 0

@@ -23,6 +23,8 @@ TRAIN: dict[str, Any] = {
     "eval": {"batches": 1},
     "sample": {"tokens": 0},
 }
+STEPS = 6
+"""Of two runs that are compared: what one step leaves wrong is read by the next ones."""
 METRICS = ("loss", "grad_norm", "loss_tokens", "eval_loss")
 
 
@@ -72,8 +74,14 @@ def run_engine(
     return Ran(found, load_file(data) if data.exists() else {}, heard.notes)
 
 
+def few(sections: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """The sections of a run of so many steps, where they name no number."""
+    return {**sections, "train": {"steps": steps, **sections.get("train", {})}}
+
+
 def both(rank: int, folder: Path, name: str, sections: dict[str, Any], **more: Any) -> tuple[Ran, Ran]:
-    """The run by the graph and eagerly."""
+    """The run by the graph and eagerly, of `STEPS` steps where the sections name no number."""
+    sections = few(sections)
     return (
         run_engine(rank, folder, name, "graph", sections, **more),
         run_engine(rank, folder, name, "eager", sections, **more),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import TRAIN, Ran, both, differences, of_graph, packed_text, run_engine
+from engines import TRAIN, Ran, both, differences, few, of_graph, packed_text, run_engine
 from peft import LoraConfig, get_peft_model
 from tiny_run import LLAMA, Bigram
 from torch import nn
@@ -33,7 +33,7 @@ MIXTRAL = {
 MUON = {"name": "muon", "lr": 0.01}
 
 ALONE: dict[str, dict[str, Any]] = {
-    "llama": {},
+    "llama": {"train": {"steps": TRAIN["steps"]}},
     "gpt2-dropout": {"model": {"config": GPT2}},
     "tied": {"model": {"config": {**LLAMA, "tie_word_embeddings": True}}},
     "bf16": {"strategy": {"precision": {"compute": "bfloat16"}}},
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_twenty_steps_are_equal_to_the_bit(name: str, folder: Path) -> None:
+def test_all_steps_are_equal_to_the_bit(name: str, folder: Path) -> None:
     graph, eager = both(0, folder, name, ALONE[name])
     assert of_graph(graph) and not eager.notes
     assert differences(graph, eager) == {}
@@ -72,7 +72,9 @@ def test_twenty_steps_are_equal_to_the_bit(name: str, folder: Path) -> None:
 
 def test_each_shape_of_batch_has_a_graph_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedText, "several", None)  # each batch is looked at
-    graph, eager = both(0, folder, "packed", {"data": packed_text(folder)})
+    graph, eager = both(
+        0, folder, "packed", {"data": packed_text(folder), "train": {"steps": TRAIN["steps"]}}
+    )
     assert of_graph(graph)
     notes = [note for note in graph.notes if "the step as a graph" in note]
     captured = {note.partition("(")[2] for note in notes}
@@ -214,7 +216,7 @@ def _later(rank: int, world: int, folder: Path) -> tuple[Ran, Ran]:
     sections = {
         "strategy": {"axes": {"shard": 2}},
         "data": packed_text(folder / str(rank)),
-        "train": {"batch": 4, "micro_batch": 2},
+        "train": {"steps": TRAIN["steps"], "batch": 4, "micro_batch": 2},
     }
     return both(rank, folder, "later", sections)
 
@@ -232,11 +234,11 @@ def test_ranks_leave_the_graph_together_in_the_middle_of_a_run(folder: Path) -> 
 
 @pytest.mark.parametrize(("before", "after"), [("graph", "eager"), ("eager", "graph")])
 def test_a_run_goes_on_with_the_other_engine(before: str, after: str, folder: Path) -> None:
-    sections: dict[str, Any] = {"train": {"schedule": {"name": "constant"}}}
+    sections: dict[str, Any] = few({"train": {"schedule": {"name": "constant"}}})
     whole = run_engine(0, folder, "whole", after, sections)
     name = f"from-{before}"
-    run_engine(0, folder, name, before, {"train": {**sections["train"], "steps": 9}})
+    run_engine(0, folder, name, before, {"train": {**sections["train"], "steps": 3}})
     (folder / f"{name}-{before}").rename(folder / f"{name}-{after}")
     resumed = run_engine(0, folder, name, after, sections)
-    del resumed.metrics["eval_loss"], whole.metrics["eval_loss"]  # one more evaluation, after step 9
+    del resumed.metrics["eval_loss"], whole.metrics["eval_loss"]  # one more evaluation, after step 3
     assert differences(resumed, whole) == {}

@@ -11,8 +11,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ import yaml
 from tiny_run import metrics, run, run_config
 
 from harness.commands import descendants, running, wait_until
+from harness.forked_command import CommandProcess
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import FaultError, TierError
 from hyper_parallel.launch.failure import Failure
@@ -135,18 +134,11 @@ class _Started:
     def __init__(self, folder: Path, config: RunConfig) -> None:
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-        self.errors = folder / "errors"
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "hyper_parallel", "train", str(file)],
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            )
+        self.process = CommandProcess(["train", str(file)], folder)
         done = max(_steps(config), default=0)
 
         def under_way() -> bool:
-            assert self.process.poll() is None, self.errors.read_text()
+            assert self.process.poll() is None, self.process.output()
             return max(_steps(config), default=0) >= done + 3
 
         wait_until(under_way, "three steps are done", timeout=120)
@@ -160,7 +152,7 @@ class _Started:
         """Its exit code and what it wrote; no process of it is left."""
         code = self.process.wait(60)
         wait_until(lambda: not any(map(running, self.family)), "no process is left", timeout=10)
-        return code, self.errors.read_text()
+        return code, self.process.output()[1]
 
 
 def _steps(config: RunConfig) -> list[int]:
@@ -198,8 +190,7 @@ def start(two: RunConfig, tmp_path: Path) -> Iterator[Callable[[], _Started]]:
 
     yield started
     for one in begun:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.process.pid, signal.SIGKILL)
+        one.process.kill()
 
 
 @pytest.mark.matrix

@@ -246,11 +246,10 @@ def test_ruined_weights_are_not_skipped(engine: str, folder: Path, ruin: Callabl
 
 
 @pytest.mark.parametrize(
-    ("engine", "strategy"),
-    [("graph", {}), ("eager", {}), ("graph", BUDGET)],
-    ids=["graph", "eager", "budget"],
+    ("engine", "strategy", "factor"),
+    [("graph", {}, 3e3), ("graph", {}, 1e38), ("eager", {}, 3e3), ("graph", BUDGET, 3e3)],
+    ids=["graph", "not finite", "eager", "budget"],
 )
-@pytest.mark.parametrize("factor", [3e3, 1e38], ids=["finite", "not finite"])
 def test_a_run_goes_back_to_a_healthy_checkpoint(
     factor: float,
     engine: str,

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.forked_command import run_command
 from harness.ranks import run_ranks
 from harness.vision_folders import MODELS, make_place, run_file
 from hyper_parallel.checkpoint import export
@@ -267,12 +266,7 @@ def test_a_lost_image_ends_a_run_on_several_workers_in_one_line(tmp_path: Path) 
     size, changed = image.stat().st_size, image.stat().st_mtime_ns
     image.write_bytes(b"\0" * size)
     os.utime(image, ns=(changed, changed))
-    ended = subprocess.run(
-        [sys.executable, "-m", "hyper_parallel", "train", str(tmp_path / "run.yaml")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = run_command("train", "run.yaml", folder=tmp_path)
     assert ended.returncode == 2, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("hyper-parallel: error:")]
     assert len(lines) == 1 and "images/0.png cannot be read as an image" in lines[0], ended.stderr

@@ -21,7 +21,6 @@ from observer import Observer
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": WIDE,
-    "qwen3": {**WIDE, "model_type": "qwen3", "head_dim": 16},
     "gemma2": {**WIDE, "model_type": "gemma2", "head_dim": 16},
 }
 WAYS = {"copies": {"replicate": 2, "tensor": 2}, "pipeline": {"pipeline": 2, "tensor": 2}}

@@ -12,12 +12,14 @@ import torch
 from tiny_run import LLAMA, Bigram, metrics, run, run_config
 
 from harness import run_ranks
+from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import NonFiniteError, StrategyError
 from hyper_parallel.launch.stop import listening
 from hyper_parallel.shard import sharded
 from hyper_parallel.step.build import build
 from hyper_parallel.step.optimizer import AdamW
 from hyper_parallel.train import register_optimizer
+from hyper_parallel.train.summary import Summary
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "shard-tensor-sequence": {"axes": {"shard": 2, "tensor": 2}, "sequence": True},
@@ -27,7 +29,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "two-dims": {"axes": {"tensor_x": 2, "tensor_y": 2}},
 }
 TRAIN = {
-    "steps": 10,
+    "steps": 6,
     "batch": 8,
     "micro_batch": 2,
     "optimizer": {"name": "adamw", "lr": 3e-3},
@@ -43,21 +45,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
-    """Ten steps on one worker."""
+    """The run on one worker."""
     config = run_config(folder, "alone", train=TRAIN)
     return config, run(config)
 
 
-def _run(rank: int, world: int, folder: Path, name: str, sections: dict[str, Any]) -> Any:
-    return run(run_config(folder, name, **sections))
+def _config(folder: Path, name: str) -> RunConfig:
+    return run_config(folder, name, train=TRAIN, strategy=STRATEGIES[name])
+
+
+def _runs(rank: int, world: int, folder: Path) -> dict[str, Summary]:
+    return {name: run(_config(folder, name)) for name in STRATEGIES}
+
+
+@pytest.fixture(scope="module")
+def on_four(folder: Path) -> list[dict[str, Summary]]:
+    """Of each of four workers, the run under each strategy."""
+    return run_ranks(_runs, 4, folder, timeout=240)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_ten_steps_on_four_workers_are_those_on_one(name: str, folder: Path, alone: Any) -> None:
+def test_steps_on_four_workers_are_those_on_one(name: str, folder: Path, alone: Any, on_four: Any) -> None:
     one, expected = alone
-    sections = {"train": TRAIN, "strategy": STRATEGIES[name]}
-    summaries = run_ranks(_run, 4, folder, name, sections)
-    config = run_config(folder, name, **sections)
+    config, summaries = _config(folder, name), [runs[name] for runs in on_four]
     for metric in ("loss", "grad_norm", "eval_loss", "lr", "loss_tokens", "tokens"):
         assert metrics(config, metric) == pytest.approx(metrics(one, metric), abs=1e-5, rel=1e-5)
     for summary in summaries:
