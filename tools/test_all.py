@@ -119,9 +119,9 @@ def main() -> None:
     if unknown := sorted(set(arguments.parts) - set(names)):
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(names)}")
     if arguments.shard == "list":
-        for number, shard in enumerate(deal(every, 6), 1):
+        for number, shard in enumerate(deal(every, 8), 1):
             print(
-                f"{number}/6, {sum(part.minutes for part in shard):g} min: {', '.join(part.name for part in shard)}"
+                f"{number}/8, {sum(part.minutes for part in shard):g} min: {', '.join(part.name for part in shard)}"
             )
         return
     number, _, shards = arguments.shard.partition("/")
