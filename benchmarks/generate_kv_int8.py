@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generate_logprobs import model_of, spread
+from generate_logprobs import family_model, spread
 from measure import write
 from pages import DOCS, put
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -188,8 +188,8 @@ def main() -> int:
         print(kind, families[kind], flush=True)
     for family in given.families.split(",") if given.families else FAMILIES:
         families[family] = {}
-        for name, dtype in DTYPES.items():
-            model = model_of(family, dtype)
+        for name in DTYPES:
+            model = family_model(family, name)
             vocabulary = model.config.get_text_config().vocab_size
             draws = torch.Generator().manual_seed(1)
             some = [torch.randint(vocabulary, (length,), generator=draws).tolist() for length in LENGTHS]

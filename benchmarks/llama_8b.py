@@ -3,14 +3,14 @@ moments, on one device. Only captured: no value of it is ever made."""
 
 from __future__ import annotations
 
-from capture import CASES
 from memory import build, recipe_of
+from shapes import LLAMA_8B
 
 import hyper_parallel as hp
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 
-MODEL = CASES["Llama-3-8B, tensor 8 · shard 8"].model
+MODEL = LLAMA_8B
 SEQUENCE = 4096
 SHARES = (0.3, 0.5, 0.7)
 """Where the budgets that are looked at lie between the working set and the peak."""

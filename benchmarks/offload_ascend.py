@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import llama_8b
-from capture import CASES
 from memory import SHAPE
+from shapes import DEEPSEEK_V3
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict
@@ -42,7 +42,6 @@ class Run:
     assumed: str
 
 
-_DEEPSEEK = CASES["DeepSeek-V3, shard 64 · expert 64"].model
 RUNS = {
     "Llama-3-8B": Run(
         llama_8b.MODEL,
@@ -54,7 +53,7 @@ RUNS = {
         "24 rows of 4,096 tokens, three on each device at once, shard 8, fp32 state, bf16 arithmetic",
     ),
     "DeepSeek-V3": Run(
-        {**_DEEPSEEK, "num_hidden_layers": 4, "first_k_dense_replace": 3},
+        {**DEEPSEEK_V3, "num_hidden_layers": 4, "first_k_dense_replace": 3},
         {"shard": 8, "expert": 8},
         4096,
         8,
