@@ -117,7 +117,7 @@ def workers(
     """`function(rank, world, *arguments)` in a fresh process for each rank of a gloo group over loopback; the results
     in the order of ranks. Raises Died, and ends the others, where one fails.
 
-    Forked ranks (`harness.run_ranks`) begin sooner, and hang with more than one thread.
+    Forked ranks (`harness.run_ranks`) begin sooner, and compute with one thread each.
     """
     with scratch() as folder:
         ranks = [
