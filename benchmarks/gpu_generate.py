@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from generate_throughput import Answers, Work, answered, continuous, differences, drawn, static
+from generate_throughput import drawn
+from generation import Answers, Work, answered, continuous, differences, static
 from measure import paired_ratio, without_notes
 from rl_logprobs import gaps
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
