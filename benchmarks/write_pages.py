@@ -33,7 +33,6 @@ PLAIN = {
     "attack_models": ("families.md", "attack_models.page"),
     "plan_practice": ("plan-practice.md", "plan_practice.lines"),
     "tiers": ("tiers.md", "tiers.page"),
-    "generate_kv_int8": ("inference-int8.md", "generate_kv_int8.page"),
     "memory": ("memory.md", "memory.page"),
     "budget": ("offload.md", "budget.page"),
     "offload": ("offload.md", "offload_pages.lines"),
