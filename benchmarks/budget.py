@@ -35,11 +35,11 @@ from typing import Any
 import torch
 from measure import write
 from memory import MODELS, answer, batch_of, build, collected, recipe_of
-from observer import Observer, UnseenHost
 from pages import DOCS, put
 from torch import Tensor
 
 import hyper_parallel as hp
+from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import paged_out_parameters, registry
 from hyper_parallel.errors import BudgetError

@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from does_not_fit import private
 from measure import write
 from pages import DOCS, put
+from processes import private_bytes
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def child(case: Case, name: str, folder: Path) -> None:
     with Generator(folder / "tiny", memory=memory, max_tokens=2, **case.settings) as generator:
         generator(case.prompts[-1:])
     gc.collect()
-    base = private()
+    base = private_bytes()
     if limited:
         resource.setrlimit(resource.RLIMIT_DATA, (base + case.headroom,) * 2)
     began = time.perf_counter()

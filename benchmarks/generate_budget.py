@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from measure import write
-from observer import OfPyTorch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from harness.observer import OfPyTorch
 from hyper_parallel import Generator
 from hyper_parallel.inference.weights import units
 from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES

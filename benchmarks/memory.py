@@ -29,12 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measure import RESULTS, write
-from observer import Observer
 from pages import DOCS, put
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
+from harness.observer import Observer
 from hyper_parallel.compat import registry
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import executable, lifetimes, peak, rewritten, workspaces

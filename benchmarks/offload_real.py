@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from memory import answer, batch_of, recipe_of
-from observer import Observer, UnseenHost
 from offload_saved import Emulated, SavedElsewhere
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,6 +34,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
+from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import paged_out_parameters, registry
 from hyper_parallel.config.train import AdamWConfig

@@ -9,8 +9,8 @@ import budget
 import memory
 import pytest
 import torch
-from observer import Observer, UnseenHost
 
+from harness.observer import Observer, UnseenHost
 from hyper_parallel.compat import registry
 from hyper_parallel.strategy import Strategy
 
