@@ -11,8 +11,7 @@ budget by `offload`, and run three times on real tensors and real tiers, beside 
 
 Budgets lie between the working set and the peak without a budget, and some below it. Those are met by another graph of
 the same step (another order, or storages computed again), or refused before anything runs, with a floor at which the
-same case runs with 1% more. The result is written after each case, so that a
-run that is stopped keeps what it has.
+same case runs with 1% more. The result is written as processes end, so that a run that is stopped keeps what it has.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Queue
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import torch
 from commandline import run
 from memory import MODELS, collected
 from pages import Benchmark
-from processes import TRIMMED, Stepping, scratch
+from processes import TRIMMED, fresh, scratch
 from shapes import Fields, with_layers
 from torch import Tensor
 from training import build, captured, graph_inputs, recipe_of, silent_host, step_batch
@@ -199,47 +197,19 @@ def check(row: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def cases_of(seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+def _group(seeds: range) -> list[dict[str, Any]]:
     """Cases one after the other; the first of them once before, which loads kernels."""
     run_case({**draw(seeds[0]), "layers": 1, "rows": 1, "positions": 32, "share": 0.5})
-    for seed in seeds:
-        yield run_case(draw(seed))
+    return [run_case(draw(seed)) for seed in seeds]
 
 
 def rows_of(seeds: range, workers: int) -> Iterator[dict[str, Any]]:
-    """Each case as it ends. A process runs `PER_PROCESS` of them, and `workers` processes run at a time: what is live
-    and what is resident are each process's own."""
-    found: Queue[dict[str, Any] | Future[None]] = Queue()
+    """Each case. A process runs `PER_PROCESS` of them, and `workers` processes run at a time: what is live and what is
+    resident are each process's own."""
+    groups = [seeds[at : at + PER_PROCESS] for at in range(0, len(seeds), PER_PROCESS)]
     with ThreadPoolExecutor(workers) as pool:
-        groups = [
-            pool.submit(_group, seeds[at : at + PER_PROCESS], found)
-            for at in range(0, len(seeds), PER_PROCESS)
-        ]
-        try:
-            for group in groups:
-                # Also where it fails, and behind its last case.
-                group.add_done_callback(found.put)
-            left = len(groups)
-            while left:
-                one = found.get()
-                if isinstance(one, Future):
-                    one.result()
-                    left -= 1
-                else:
-                    yield one
-        finally:
-            for group in groups:
-                group.cancel()
-
-
-def _group(seeds: range, found: Queue[Any]) -> None:
-    """Cases in a process of their own."""
-    process = Stepping(cases_of, seeds, **TRIMMED)
-    try:
-        for _ in seeds:
-            found.put(process.next())
-    finally:
-        process.close()
+        for rows in pool.map(lambda group: fresh(_group, group, **TRIMMED), groups):
+            yield from rows
 
 
 def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
