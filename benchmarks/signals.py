@@ -79,25 +79,24 @@ def send(command: Command, number: int, whom: str, rank: int) -> bool:
     return bool(pids)
 
 
-def interrupt(
-    command: Command, out: str, number: int, whom: str, rank: int, moment: float, within: bool, span: float
-) -> dict[str, Any]:
+def interrupt(command: Command, out: str, case: dict[str, Any], span: float) -> dict[str, Any]:
     """Start a run, send it a signal, and tell how it ended.
 
     The moment is a share of `span` seconds from the start, or from the first step (`within`); where the run has ended
     before it, it is moved forward.
     """
-    folder, row = command.folder, {}
+    folder, moment = command.folder, case["moment"]
+    number = signal.Signals[case["signal"]]
     while True:
         shutil.rmtree(folder / out, ignore_errors=True)
         command.start(out)
         code = None
-        if within:
+        if case["within"]:
             code = command.until_first_step(out)
         begun = time.monotonic()
         while code is None and time.monotonic() - begun < moment * span:
             code = command.ended(0.002)
-        while code is None and not send(command, number, whom, rank):
+        while code is None and not send(command, number, case["whom"], case["rank"]):
             code = command.ended(0.01)
         sent, step = time.monotonic(), max(records(folder, out), default=0)
         if code is None:
@@ -116,8 +115,7 @@ def interrupt(
 
 def stopped(command: Command, out: str, case: dict[str, Any], span: float, whole: Any) -> dict[str, Any]:
     """A case of SIGTERM or SIGINT."""
-    folder, number = command.folder, signal.Signals[case["signal"]]
-    row = interrupt(command, out, number, case["whom"], case["rank"], case["moment"], case["within"], span)
+    folder, row = command.folder, interrupt(command, out, case, span)
     row["step"] = max(records(folder, out), default=0)
     found = newest(folder / out / "checkpoints") if (folder / out / "checkpoints").exists() else None
     row["saved"] = found.step if found is not None else 0
@@ -133,10 +131,7 @@ def stopped(command: Command, out: str, case: dict[str, Any], span: float, whole
 
 def saved(command: Command, out: str, case: dict[str, Any], span: float, whole: Any) -> dict[str, Any]:
     """A case of SIGUSR1."""
-    folder = command.folder
-    row = interrupt(
-        command, out, signal.SIGUSR1, case["whom"], case["rank"], case["moment"], case["within"], span
-    )
+    folder, row = command.folder, interrupt(command, out, case, span)
     text = (folder / f"{out}.txt").read_text()
     asked = [int(line.split()[2].rstrip(",")) for line in text.splitlines() if line.startswith("saved step")]
     row["saved"] = asked
