@@ -49,7 +49,6 @@ from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto import saved_choice
 from hyper_parallel.planner.auto.entry import together
 from hyper_parallel.planner.auto.machine import measured
-from hyper_parallel.planner.auto.measure_candidates import stepped
 from hyper_parallel.planner.auto.query import precision_of, question_of
 from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
 from hyper_parallel.planner.enumerate import ranked
@@ -215,6 +214,9 @@ def measure(config: RunConfig, worker: Worker) -> None:
 
     What is `drop` times as slow as the best after a round is stepped no more.
     """
+    # The planner tries strategies in processes of their own now, and has no such function any more.
+    from hyper_parallel.planner.auto.measure_candidates import stepped
+
     task = json.loads(Path(os.environ[TASK]).read_text())
     steps: list[Callable[[], None] | None] = []
     refused: dict[int, str] = {}
