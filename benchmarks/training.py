@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import LLAMA_8B, with_layers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,6 +24,8 @@ from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 from hyper_parallel.step.train_step import Stepper
 
 ENGINES = ("eager", "graph", "compiled")
+SEQUENCE, SHARES = 4096, (0.3, 0.5, 0.7)
+"""Of `llama_8b_step`: tokens of a row, and where budgets lie between the working set and the peak."""
 Step = Callable[[], float]
 """One step; its loss."""
 
@@ -57,6 +60,13 @@ def recipe_of(model: nn.Module, lr: float = 1e-3, **more: Any) -> Recipe:
 def captured(model: nn.Module, rows: int, length: int, micro_batches: int = 1) -> StepGraph:
     """The graph of a model's step."""
     return capture_step(recipe_of(model), shape_of(rows, length, micro_batches))
+
+
+def llama_8b_step(layers: int | None = None, rows: int = 1) -> StepGraph:
+    """The step of a Llama of 8B's shape on one device, bf16 arithmetic, fp32 parameters and moments: what several
+    benchmarks plan memory for. Only captured: no value of it is ever made."""
+    strategy = hp.Strategy.model_validate({"precision": {"compute": "bfloat16"}})
+    return captured(build(with_layers(LLAMA_8B, layers), strategy), rows, SEQUENCE)
 
 
 def shape_of(rows: int, length: int, micro_batches: int = 1) -> BatchShape:

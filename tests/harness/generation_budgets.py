@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from observer import OfPyTorch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.observer import OfPyTorch
 from hyper_parallel import Generator
 from hyper_parallel.inference.weights import units
 from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES
