@@ -9,8 +9,8 @@ changes from round to round: `none` leaves experts where they are, `placed` move
 Measured: the rows that each rank's experts compute (counted where they are multiplied); what losses, gradients and
 updates differ by in steps from the same values, and losses over the run, where a difference of rounding may grow once a
 router chooses another expert; bytes that cross between ranks when experts move, bytes that each rank receives in a
-step, and seconds of a step. Eight workers share the machine's cores: a step takes as long as the work of all ranks, not of the heaviest, so its seconds show what balancing
-costs and not what it spares.
+step, and seconds of a step. Eight workers share the machine's cores: a step takes as long as the work of all ranks, not
+of the heaviest, so its seconds show what balancing costs and not what it spares.
 """
 
 from __future__ import annotations
