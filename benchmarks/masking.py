@@ -28,7 +28,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+import masking_workers
 from commandline import Again, Only, run
+from masking_workers import simulated
 from pages import Benchmark, table
 from shapes import LLAMA_70B, Fields, llama
 from training import build, recipe_of, shape_of
@@ -42,7 +44,6 @@ from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap import FsdpBaseline, overlap
-from hyper_parallel.overlap.overlap_pass import simulated
 from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.trace import Timeline
 
@@ -208,8 +209,6 @@ def main(
             BENCHMARK.keep(result)
     print("\n".join(shown(cases.values())))
     if not no_workers:
-        import masking_workers
-
         result["workers"] = masking_workers.measured()
         BENCHMARK.keep(result)
 

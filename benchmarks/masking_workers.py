@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from hyper_parallel.graph.costs import costs
 from hyper_parallel.overlap import FsdpBaseline, overlap
 from hyper_parallel.overlap.jobs import Priced, Prices, jobs_of
 from hyper_parallel.overlap.list_scheduling import COMPUTE
-from hyper_parallel.overlap.overlap_pass import simulated
+from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.engine import Run
 from hyper_parallel.simulator.op_costs import Costs, Leg
 from hyper_parallel.trace import Collective, Timeline
@@ -36,6 +37,13 @@ DRAWS = 25
 """Steps that are simulated."""
 COMPUTE_TO_COMMUNICATION = 1.5
 """What the made-up device is made to take for its kernels."""
+
+
+def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None = None) -> Timeline:
+    """What a step would take where every rank runs it."""
+    ranks = {rank for _, members in step.groups.values() for rank in members} | {0}
+    trace = lower({"all": step}, dict.fromkeys(sorted(ranks), "all"), sizes=sizes, views=False)
+    return simulate(trace, cluster)
 
 
 def measured() -> dict[str, Any]:
@@ -98,7 +106,7 @@ def rank_of_workers(rank: int, store: str) -> dict[str, Any]:
         found[name] = {
             "masked_simulated": 1 - exposed / communicating,
             "masked_measured": 1 - blocked / communicating,
-            "masked_simulated_with_means": simulated(graph, cluster, {}).masked.blocked,
+            "masked_simulated_with_means": simulated(graph, cluster).masked.blocked,
             "step_simulated_s": statistics.median(timeline.step for timeline in timelines),
             "step_measured_s": taken,
         }
