@@ -30,7 +30,6 @@ class Written:
 
 
 PLAIN = {
-    "attack_models": ("families.md", "attack_models.page"),
     "plan_practice": ("plan-practice.md", "plan_practice.lines"),
     "tiers": ("tiers.md", "tiers.page"),
     "memory": ("memory.md", "memory.page"),
