@@ -29,32 +29,13 @@ class Written:
     lines: Callable[[Mapping[str, Any]], Iterable[str]]
 
 
-PLAIN = {
-    "plan_practice": ("plan-practice.md", "plan_practice.lines"),
-    "tiers": ("tiers.md", "tiers.page"),
-    "memory": ("memory.md", "memory.page"),
-    "budget": ("offload.md", "budget.page"),
-    "offload": ("offload.md", "offload_pages.lines"),
-    "offload_choices": ("recomputation.md", "offload_choices_pages.again"),
-    "offload_choices ": ("host-update.md", "offload_choices_pages.updates"),
-}
-"""Scripts without a `BENCHMARK`: a page, and the function of its lines."""
-
-
 def parts() -> Iterator[Written]:
     """The parts of all scripts, in the order of their names."""
     scripts = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))}
-    with_pages = [name for name, text in scripts.items() if "\nBENCHMARK = Benchmark(" in text]
-    for name in with_pages:
+    for name in [name for name, text in scripts.items() if "\nBENCHMARK = Benchmark(" in text]:
         benchmark: Benchmark = importlib.import_module(name).BENCHMARK
         for page, lines in benchmark.pages.items():
             yield Written(page, benchmark.script, f"{benchmark.name}.json", lines)
-    for name, (page, where) in PLAIN.items():
-        script = name.strip()
-        if script in scripts and script not in with_pages:
-            module, _, function = where.partition(".")
-            lines = getattr(importlib.import_module(module), function)
-            yield Written(page, f"{script}.py", f"{script}.json", lines)
 
 
 PARTS = tuple(parts())
