@@ -1,6 +1,6 @@
 """Every causal language model of the installed Transformers, generated with: identical tokens or refused.
 
-    python benchmarks/attack_generate.py [--families a,b]
+    python benchmarks/attack_generate.py [--families a b]
 
 A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`), in float32. Greedy tokens
 of several prompts in one batch are compared with those of Transformers' `generate`, one prompt at a time; and with
@@ -11,25 +11,23 @@ depend on the batch, or a model crashes.
 
 from __future__ import annotations
 
-import argparse
 import collections
-import contextlib
-import signal
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from attack_models import families
-from measure import write
-from pages import DOCS, put
+from attack_models import causal_families
+from campaigns import limited, one_line
+from commandline import run
+from measure import quiet
+from pages import Benchmark, table
+from shapes import random_prompts
 
 LENGTHS, TOKENS, PAGE = (1, 5, 16, 21), 16, 16
 TIE = 1e-4
 LIMIT_S = 120
 
 
-def run(family: str) -> dict[str, str]:
+def attacked(family: str) -> dict[str, str]:
     """What a family comes to: `outcome` and `detail`."""
     import torch
     import transformers
@@ -43,19 +41,18 @@ def run(family: str) -> dict[str, str]:
         config = transformers.CONFIG_MAPPING[family](**shrunken(transformers.CONFIG_MAPPING[family]()))
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         model.generation_config.eos_token_id = model.config.eos_token_id = None
-        draws = torch.Generator().manual_seed(1)
-        prompts = [torch.randint(4, 120, (length,), generator=draws).tolist() for length in LENGTHS]
+        prompts = random_prompts(LENGTHS, 120, first=4)
         expected = [_reference(model, prompt) for prompt in prompts]
     except Exception as error:
-        return {"outcome": "no reference", "detail": _line(error)}
+        return {"outcome": "no reference", "detail": one_line(error)}
     try:
         generator = Generator(model, page=PAGE, max_tokens=TOKENS)
         together = [answer.tokens for answer in generator(prompts)]
         alone = [generator([prompt])[0].tokens for prompt in prompts]
     except UnsupportedModelError as error:
-        return {"outcome": "refused", "detail": _line(error)}
+        return {"outcome": "refused", "detail": one_line(error)}
     except Exception as error:
-        return {"outcome": "crash", "detail": f"{type(error).__name__}: {_line(error)}"}
+        return {"outcome": "crash", "detail": f"{type(error).__name__}: {one_line(error)}"}
     if together != alone:
         return {"outcome": "WRONG", "detail": "tokens depend on the batch"}
     ties = 0
@@ -93,14 +90,6 @@ def _reference(model: Any, prompt: list[int]) -> tuple[list[int], list[Any]]:
     return tokens, [one[0] for one in found.logits]
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:250]
-
-
-def _hung(*_: object) -> None:
-    raise TimeoutError(f"longer than {LIMIT_S} s")
-
-
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The part of docs/inference.md."""
     by = collections.defaultdict(list)
@@ -115,39 +104,29 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "Identical: " + ", ".join(family for family, _ in by["identical"]) + "."
     yield ""
-    yield "| Refused | why |"
-    yield "|---|---|"
-    for family, why in by["refused"]:
-        yield f"| {family} | {why} |"
+    yield from table("Refused | why", by["refused"])
 
 
-def main() -> int:
-    """Run the families; 0 when none is wrong and none crashes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--families", help="only these, separated by commas; nothing is written")
-    given = parser.parse_args()
-    import torch
+BENCHMARK = Benchmark("attack_generate", {"inference.md": page}, key="families")
+
+
+def main(families: Annotated[tuple[str, ...], "only these; nothing is written"] = ()) -> bool:
+    """Run the families; whether one is wrong or crashes."""
     import transformers
 
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _hung)
+    quiet(threads=1)
     found = {}
-    for family in given.families.split(",") if given.families else families():
-        signal.alarm(LIMIT_S)
-        with contextlib.suppress(KeyboardInterrupt):
-            found[family] = run(family)
-        signal.alarm(0)
+    for family in families or causal_families():
+        try:
+            with limited(LIMIT_S):
+                found[family] = attacked(family)
+        except TimeoutError as error:
+            found[family] = {"outcome": "crash", "detail": one_line(error)}
         print(f"{family}: {found[family]['outcome']} {found[family]['detail']}", flush=True)
-    if not given.families:
-        result = {"transformers": transformers.__version__, "families": found}
-        write("attack_generate", result)
-        put(DOCS / "inference.md", "attack_generate.py", page(result))
-    return int(any(of["outcome"] in ("WRONG", "crash") for of in found.values()))
+    if not families:
+        BENCHMARK.keep({"transformers": transformers.__version__, "families": found})
+    return any(of["outcome"] in ("WRONG", "crash") for of in found.values())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,45 +1,36 @@
 """Every causal language model of the installed Transformers under eight strategies: right or refused, never wrong.
 
-    python benchmarks/attack_models.py [--families a,b] [--strategies a,b] [--resume] [--workers 2]
+    python benchmarks/attack_models.py [--families a b] [--strategies a b] [--resume] [--workers 2]
 
 A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`). A cell is one training
 step on simulated ranks, or on processes where a model cannot be simulated, every gradient against one device; what the
-check before training refuses is refused. Writes
-``benchmarks/results/attack_models.json`` after each family, so that `--resume` goes on where a run ended, `--families`
-and `--strategies` run some anew, and at the end the table in ``docs/families.md``. Exits with 1 when a cell is wrong,
-ends in a traceback, or hangs.
+check before training refuses is refused. Writes ``benchmarks/results/attack_models.json`` and the table in
+``docs/families.md`` after each family, so that `--resume` goes on where a run ended, and `--families` and
+`--strategies` run some anew. Exits with 1 when a cell is wrong, ends in a traceback, or hangs.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import functools
-import json
-import logging
-import multiprocessing
-import pickle
 import re
-import signal
-import sys
-import tempfile
 import time
 import traceback
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from measure import RESULTS, write
-from pages import DOCS, put
+from campaigns import Rows, general, in_processes, limited, one_line
+from commandline import run
+from measure import quiet
+from pages import Benchmark
 
 LIMIT_S = 180
 """A cell that takes longer hangs."""
 
 ROWS, LENGTH = 2, 32
-PER_PROCESS = 20
+_line = functools.partial(one_line, most=10_000)
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "shard 2": {"axes": {"shard": 2}},
@@ -63,7 +54,7 @@ _ARITHMETIC = re.compile(
 _MARKS = {"right": "✓", "arithmetic": "÷", "refused": "–", "WRONG": "**wrong**", "traceback": "**crash**"}
 
 
-def families() -> list[str]:
+def causal_families() -> list[str]:
     """The families of causal language models that read text alone. A family that is several models in one (a vision
     tower and a language model) stands here by its language model, which is a family of its own."""
     from transformers import CONFIG_MAPPING
@@ -78,9 +69,8 @@ def families() -> list[str]:
     ]
 
 
-def run(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
+def attacked(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
     """The cells of a family, all of them or under the strategies named, as the result file has them."""
-    import torch
     import transformers
 
     from hyper_parallel.errors import StrategyError
@@ -88,10 +78,7 @@ def run(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
     from hyper_parallel.verify.families import has_experts
     from hyper_parallel.verify.shrink import shrunken
 
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _hung)
+    quiet(threads=1)
     began = time.monotonic()
     config = transformers.CONFIG_MAPPING[family]()
     fields = {**shrunken(config), "model_type": family}
@@ -108,20 +95,16 @@ def run(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
         return {"no_reference": f"{type(error).__name__}: {_line(error)}", "cells": {}}
     cells = {}
     for name, strategy in STRATEGIES.items():
-        if strategies and name not in strategies:
-            continue
-        if "expert" in strategy["axes"] and not experts:
+        if (strategies and name not in strategies) or ("expert" in strategy["axes"] and not experts):
             continue
         if name == "16 ranks" and experts:
             strategy = {**strategy, "axes": {**strategy["axes"], "expert": 2}}
         start = time.monotonic()
-        signal.alarm(LIMIT_S)
-        cell = functools.partial(_cell, fields, strategy, batch, one, device)
-        made = _outcome(cell)
-        if made["outcome"] in ("WRONG", "traceback"):
-            made = _checked(fields, strategy, device) or made
+        with limited(LIMIT_S):
+            made = _outcome(functools.partial(_cell, fields, strategy, batch, one, device))
+            if made["outcome"] in ("WRONG", "traceback"):
+                made = _checked(fields, strategy, device) or made
         cells[name] = {**made, "seconds": round(time.monotonic() - start, 1)}
-        signal.alarm(0)
     return {"fields": fields, "cells": cells, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -130,57 +113,34 @@ def _cell(fields: Mapping[str, Any], strategy: Mapping[str, Any], batch: Any, on
     from hyper_parallel.verify import matrix
 
     pipeline = "pipeline" in strategy["axes"]
-    config = matrix.family_config(
-        fields, strategy, {"batch": ROWS, **({"micro_batch": 1} if pipeline else {})}, LENGTH
-    )
+    train = {"batch": ROWS, **({"micro_batch": 1} if pipeline else {})}
+    config = matrix.family_config(fields, strategy, train, LENGTH)
     if not pipeline:
         with contextlib.suppress(SimulationError):
             return matrix.run_cell(config, matrix.build_model(fields, device), batch, one)
-    signal.alarm(LIMIT_S + 30 * config.strategy.axes.world)
     return _by_processes(config, fields, device, batch, one)
 
 
 def _by_processes(config: Any, fields: Mapping[str, Any], device: str, batch: Any, one: Any) -> Any:
     """The report of real workers over gloo. Raises what rank 0 raises."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hyper_parallel.verify.matrix", "transformers"])
-    with tempfile.TemporaryDirectory() as folder:
-        given = (config, dict(fields), device, batch, one, folder)
-        ranks = [
-            context.Process(target=_rank, args=(rank, *given)) for rank in range(config.strategy.axes.world)
-        ]
-        try:
-            for process in ranks:
-                process.start()
-            for process in ranks:
-                process.join()
-        finally:
-            for process in ranks:
-                process.kill()
-        found = pickle.loads((Path(folder) / "report").read_bytes())
+    from harness import run_ranks
+
+    world = config.strategy.axes.world
+    limit = LIMIT_S + 30 * world
+    with limited(limit):
+        found = run_ranks(_rank, world, config, dict(fields), device, batch, one, timeout=limit)[0]
     if isinstance(found, Exception):
         raise found
     return found
 
 
 def _rank(
-    rank: int, config: Any, fields: Mapping[str, Any], device: str, batch: Any, one: Any, folder: str
-) -> None:
-    import torch
-    import torch.distributed as dist
-    import transformers
-
+    rank: int, world: int, config: Any, fields: Mapping[str, Any], device: str, batch: Any, one: Any
+) -> Any:
     from hyper_parallel.verify import matrix
     from hyper_parallel.verify.run import against_pipeline, against_workers
 
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    world = config.strategy.axes.world
-    store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found: Any
+    quiet(threads=1)
     try:
         model: Any = matrix.build_model(fields, device)
         compared = against_workers
@@ -188,12 +148,9 @@ def _rank(
             compared = against_pipeline
             with contextlib.suppress(ValueError):  # as in `train`: one by one, experts cannot be captured
                 model.set_experts_implementation("grouped_mm")
-        found = compared(config, model, batch, one, f"{world} processes over gloo")
+        return compared(config, model, batch, one, f"{world} processes over gloo")
     except Exception as error:
-        found = error
-    if rank == 0:
-        (Path(folder) / "report").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+        return error
 
 
 def _outcome(cell: Any) -> dict[str, Any]:
@@ -207,8 +164,9 @@ def _outcome(cell: Any) -> dict[str, Any]:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = next((f for f in reversed(frames) if "hyper_parallel" in f.filename), frames[-1])
+        told = _line(error)[-200:]
         where = f"{Path(at.filename).name}:{at.lineno}"
-        return {"outcome": "traceback", "detail": f"{where}: {type(error).__name__}: {_line(error)[-200:]}"}
+        return {"outcome": "traceback", "detail": f"{where}: {type(error).__name__}: {told}"}
     worst = max(p.gradient for p in report.parameters)
     detail = "; ".join(report.failures[:3])
     return {"outcome": "right" if report.ok else "WRONG", "error": float(f"{worst:.2g}"), "detail": detail}
@@ -227,14 +185,6 @@ def _checked(fields: Mapping[str, Any], strategy: Mapping[str, Any], device: str
     except HyperParallelError as refusal:
         return {"outcome": "refused", "detail": _line(refusal)}
     return None
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _hung(*_: object) -> None:
-    raise TimeoutError(f"a cell took more than {LIMIT_S} s")
 
 
 def counted(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,72 +232,49 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
 
 def reasons(found: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     """Refusals by what they say, names and numbers left out, the most frequent first."""
-    told = collections.Counter(
-        re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'…'", cell["detail"]))[:170]
-        for of in found.values()
-        for cell in of["cells"].values()
-        if cell["outcome"] == "refused"
-    )
-    return told.most_common()
+    cells = (cell for of in found.values() for cell in of["cells"].values())
+    refused = (general(cell["detail"]) for cell in cells if cell["outcome"] == "refused")
+    return collections.Counter(refused).most_common()
 
 
-def outcomes(wanted: Sequence[str], only: list[str], workers: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(family, what it came to), as they end; processes are replaced after `PER_PROCESS` families, which fill them."""
-    context = multiprocessing.get_context("spawn")
-    # Not max_tasks_per_child, with which an executor of Python 3.11 stops for ever (python/cpython issue 115634).
-    size = PER_PROCESS * workers
-    for start in range(0, len(wanted), size):
-        part = wanted[start : start + size]
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            asked = {pool.submit(run, family, only): family for family in part}
-            for future in as_completed(asked):
-                yield asked[future], future.result()
-
-
-def main() -> int:
-    """Run the families; 0 when no cell is wrong and none crashes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--families", help="only these, separated by commas")
-    parser.add_argument("--strategies", help="only these, separated by commas")
-    parser.add_argument("--resume", action="store_true", help="only those without a result")
-    parser.add_argument("--workers", type=int, default=2)
-    given = parser.parse_args()
+def summary(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the result has beside the families."""
     import transformers
 
-    kept = RESULTS / "attack_models.json"
-    found: dict[str, Any] = {}
-    if (given.resume or given.families or given.strategies) and kept.exists():
-        found = json.loads(kept.read_text())["families"]
-    wanted = given.families.split(",") if given.families else families()
-    if given.resume:
-        wanted = [family for family in wanted if family not in found]
-    result: dict[str, Any] = {}
-    only = given.strategies.split(",") if given.strategies else []
-    for done, (family, of) in enumerate(outcomes(wanted, only, given.workers), 1):
-        before = found.get(family, {}).get("cells", {})
-        found[family] = {**of, "cells": {**before, **of["cells"]} if given.strategies else of["cells"]}
+    return {"transformers": transformers.__version__, "of": len(causal_families()), "counts": counted(found)}
+
+
+BENCHMARK = Benchmark("attack_models", {"families.md": page}, key="families")
+
+
+def main(
+    families: Annotated[tuple[str, ...], "only these"] = (),
+    strategies: Annotated[tuple[str, ...], tuple(STRATEGIES)] = (),
+    resume: Annotated[bool, "only families without a result"] = False,
+    workers: int = 2,
+) -> bool:
+    """Run the families; whether a cell is wrong or crashes."""
+    rows = Rows(BENCHMARK, again=not (resume or families or strategies), summary=summary)
+    wanted = families or causal_families()
+    if resume:
+        wanted = list(rows.missing(wanted))
+    cases = in_processes(functools.partial(attacked, strategies=strategies), wanted, workers)
+    for done, (family, of) in enumerate(cases, 1):
+        before = rows.rows.get(family, {}).get("cells", {}) if strategies else {}
+        rows.rows[family] = {**of, "cells": {**before, **of["cells"]}}
+        rows.rows = dict(sorted(rows.rows.items()))
+        rows.write()
         told = " ".join(f"{name}: {cell['outcome']}," for name, cell in of["cells"].items())
         print(f"{done} of {len(wanted)}: {family}: {told or of.get('no_reference')}", flush=True)
         for name, cell in of["cells"].items():
             if cell["outcome"] in ("WRONG", "traceback"):
                 print(f"    {name}: {cell['detail']}", flush=True)
-        result = {
-            "transformers": transformers.__version__,
-            "of": len(families()),
-            "counts": counted(found),
-            "families": dict(sorted(found.items())),
-        }
-        write("attack_models", result)
-    if result:
-        put(DOCS / "families.md", "attack_models.py", page(result))
-        for reason, count in reasons(found):
-            print(f"{count:6}  {reason}")
-        print(result["counts"])
-    counts = counted(found)
-    return 1 if counts["WRONG"] or counts["traceback"] else 0
+    for reason, count in reasons(rows.rows):
+        print(f"{count:6}  {reason}")
+    counts = counted(rows.rows)
+    print(counts)
+    return bool(counts["WRONG"] or counts["traceback"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -21,23 +21,33 @@ import argparse
 import bisect
 import cmd
 import difflib
+import gc
 import json
+import math
 import os
-import tempfile
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from auto_workers import TASK
-from measure import RESULTS, machine
-from pages import DOCS, put
+import torch
+import torch.distributed as dist
+from campaigns import Rows
+from commandline import run
+from measure import taken_seconds
+from pages import Benchmark, table
+from processes import scratch
+from shapes import Fields, gpt2, llama
 
 from hyper_parallel import config as files
 from hyper_parallel import launch
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto import saved_choice
+from hyper_parallel.planner.auto.entry import together
 from hyper_parallel.planner.auto.machine import measured
 from hyper_parallel.planner.auto.query import precision_of, question_of
 from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
@@ -54,68 +64,22 @@ STARTS = 3
 ROUNDS, LAST_ROUNDS, STEPS = 2, 6, 3
 """After a round that warms up."""
 DROP = 1.6
-NAME = "auto.json"
-HEADS = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "vocab_size": 1024,
-}
+TASK = "HYPER_PARALLEL_BENCHMARK_TASK"
+"""The environment's name for the file with the strategies, and how often each is stepped."""
 
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama, wide": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 512,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 2,
-            **HEADS,
-        },
-        "sequence": 64,
-    },
-    "Llama, narrow": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 3,
-            **HEADS,
-        },
-        "sequence": 256,
-    },
-    "Llama, deep and thin": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 6,
-            **HEADS,
-        },
-        "sequence": 64,
-    },
-    "GPT-2": {
-        "config": {
-            "model_type": "gpt2",
-            "n_embd": 256,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 512,
-            "vocab_size": 1024,
-        },
-        "sequence": 128,
-    },
+    "Llama, wide": {"config": llama(512, 2, 8, inner=1024, vocabulary=1024), "sequence": 64},
+    "Llama, narrow": {"config": llama(128, 3, 8, inner=384, vocabulary=1024), "sequence": 256},
+    "Llama, deep and thin": {"config": llama(64, 6, 8, inner=128, vocabulary=1024), "sequence": 64},
+    "GPT-2": {"config": gpt2(256, 2, 4, vocabulary=1024, positions=512), "sequence": 128},
     "Qwen3-MoE": {
         "config": {
+            **llama(128, 2, 4, inner=256, kv=4, vocabulary=1024),
             "model_type": "qwen3_moe",
-            "hidden_size": 128,
-            "intermediate_size": 256,
             "moe_intermediate_size": 128,
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "num_hidden_layers": 2,
             "head_dim": 32,
-            **HEADS,
-            "num_attention_heads": 4,
         },
         "sequence": 128,
         "axes": {"shard": "auto", "tensor": "auto", "expert": "auto"},
@@ -123,47 +87,52 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", help="only these, separated by semicolons")
-    parser.add_argument("--kept", action="store_true", help="the machine as it was measured before")
-    parser.add_argument("--again", action="store_true", help="only what is picked, beside the best of before")
-    parser.add_argument("--page", action="store_true", help="write the page from the figures that are there")
-    arguments = parser.parse_args()
-    if not arguments.page:
-        names = arguments.models.split(";") if arguments.models else list(MODELS)
-        goes_on = (arguments.models or arguments.again) and (RESULTS / NAME).exists()
-        shown = {
-            "machine": machine(),
-            "workers": WORLD,
-            "starts": STARTS,
-            "rounds": LAST_ROUNDS,
-            "steps": STEPS,
+def run_of(
+    folder: Path, model: Fields, workers: int, strategy: Fields, *, data: Fields, train: Fields
+) -> RunConfig:
+    """A run of a model on modules of Python's library."""
+    text = [module.__file__ for module in (argparse, bisect, cmd, difflib)]
+    return files.from_dict(
+        {
+            "version": 1,
+            "out": str(folder / "run"),
+            "model": {"config": model},
+            "data": {"train": text, "cache": str(folder / "cache"), **data},
+            "train": train,
+            "strategy": strategy,
+            "launch": {"workers": workers},
+            "trackers": [],
         }
-        models = json.loads((RESULTS / NAME).read_text())["models"] if goes_on else {}
-        with tempfile.TemporaryDirectory(prefix="auto-") as folder:
-            if not arguments.kept:
-                os.environ["XDG_CACHE_HOME"] = folder
-            for name in names:
-                models[name] = _model(name, Path(folder), models.get(name) if arguments.again else None)
-                (RESULTS / NAME).write_text(json.dumps({**shown, "models": models}, indent=1) + "\n")
-    put(DOCS / "plan.md", "auto.py", _lines(json.loads((RESULTS / NAME).read_text())))
+    )
+
+
+def picked(config: RunConfig, target: str) -> tuple[Overrides, list[str]]:
+    """What `auto` picks on the run's workers, and what it says. `target`: what they run, which asks it."""
+    if code := launch.run(config, target):
+        raise SystemExit(f"the workers ended with {code}")
+    written = Path(config.out) / saved_choice.STRATEGY_FILE
+    said = [line.removeprefix("# ") for line in written.read_text().splitlines() if line.startswith("#")]
+    return saved_choice.read(written), said
 
 
 def _model(name: str, folder: Path, before: dict[str, Any] | None) -> dict[str, Any]:
     """Everything of one model; `before`: of which all strategies were measured."""
     cluster = measured(WORLD, print)
-    run = _run(MODELS[name], folder)
+    asked = MODELS[name]
+    strategy = {"axes": asked.get("axes", "auto"), "memory": {"recompute": "none"}}
+    data = {"sequence": asked["sequence"], "tokenizer": {"vocab_size": 512}}
+    train = {"batch": 4, "micro_batch": 1, "steps": 1}
+    config = run_of(folder, asked["config"], WORLD, strategy, data=data, train=train)
     begun = time.monotonic()
-    picks, told = zip(*(_picked(run) for _ in range(STARTS)), strict=True)
+    picks, told = zip(*(picked(config, "auto:choose") for _ in range(STARTS)), strict=True)
     took = (time.monotonic() - begun) / STARTS
-    strategies = {_key(laid): laid for laid in _strategies(run, cluster)}
+    strategies = {key_of(laid): laid for laid in _strategies(config, cluster)}
     begun = time.monotonic()
-    times = before["all"] if before else _all(run, picks[0], strategies, folder)
+    times = before["all"] if before else _all(config, picks[0], strategies, folder)
     measuring = before["measuring_s"] if before else time.monotonic() - begun
-    keys = list(map(_key, picks))
+    keys = list(map(key_of, picks))
     best = [key for key in sorted(times, key=lambda key: times[key]) if key not in keys][:LAST]
-    last = _timed(run, [strategies[key] for key in dict.fromkeys([*keys, *best])], LAST_ROUNDS, folder)
+    last = _timed(config, [strategies[key] for key in dict.fromkeys([*keys, *best])], LAST_ROUNDS, folder)
     scale = last[keys[0]] / times[keys[0]]
     timed = {key: seconds * scale for key, seconds in times.items()} | last
     worst, least = max(keys, key=lambda key: last[key]), min(last, key=lambda key: last[key])
@@ -188,82 +157,117 @@ def _model(name: str, folder: Path, before: dict[str, Any] | None) -> dict[str, 
     return found
 
 
-def _picked(run: RunConfig) -> tuple[Overrides, list[str]]:
-    """What `auto` picks, and what it says."""
-    if code := launch.run(run, "auto_workers:choose"):
-        raise SystemExit(f"the workers ended with {code}")
-    written = Path(run.out) / saved_choice.STRATEGY_FILE
-    said = [line.removeprefix("# ") for line in written.read_text().splitlines() if line.startswith("#")]
-    return saved_choice.read(written), said
-
-
 def _all(
-    run: RunConfig, picked: Overrides, strategies: dict[str, Overrides], folder: Path
+    config: RunConfig, picked: Overrides, strategies: dict[str, Overrides], folder: Path
 ) -> dict[str, float]:
     """Times of every strategy that can be built, in those of the picked one."""
-    mine = _key(picked)
+    mine = key_of(picked)
     keys = [key for key in strategies if key != mine]
     times = {mine: 1.0}
     for start in range(0, len(keys), TOGETHER - 1):
         dozen = [strategies[key] for key in keys[start : start + TOGETHER - 1]]
-        found = _timed(run, [picked, *dozen], ROUNDS, folder)
+        found = _timed(config, [picked, *dozen], ROUNDS, folder)
         times |= {key: seconds / found[mine] for key, seconds in found.items()}
         print(f"  {min(start + len(dozen), len(keys))} of {len(keys)} measured", flush=True)
     return times
 
 
-def _timed(run: RunConfig, strategies: Sequence[Overrides], rounds: int, folder: Path) -> dict[str, float]:
+def _timed(config: RunConfig, strategies: Sequence[Overrides], rounds: int, folder: Path) -> dict[str, float]:
     """Seconds of strategies that are built at once, without those that cannot be."""
     found = folder / "found.json"
     task = {"strategies": strategies, "rounds": rounds, "steps": STEPS, "drop": DROP, "out": str(found)}
     (folder / "task.json").write_text(json.dumps(task))
     os.environ[TASK] = str(folder / "task.json")
-    if code := launch.run(resolved(run, strategies[0]), "auto_workers:measure"):
+    if code := launch.run(resolved(config, strategies[0]), "auto:measure"):
         raise SystemExit(f"the workers ended with {code}")
     told = zip(strategies, json.loads(found.read_text()), strict=True)
-    return {_key(laid): one["seconds"] for laid, one in told if "seconds" in one}
+    return {key_of(laid): one["seconds"] for laid, one in told if "seconds" in one}
 
 
-def _run(model: dict[str, Any], folder: Path) -> RunConfig:
-    text = [module.__file__ for module in (argparse, bisect, cmd, difflib)]
-    return files.from_dict(
-        {
-            "version": 1,
-            "out": str(folder / "run"),
-            "model": {"config": model["config"]},
-            "data": {
-                "train": text,
-                "sequence": model["sequence"],
-                "tokenizer": {"vocab_size": 512},
-                "cache": str(folder / "cache"),
-            },
-            "train": {"batch": 4, "micro_batch": 1, "steps": 1},
-            "strategy": {"axes": model.get("axes", "auto"), "memory": {"recompute": "none"}},
-            "launch": {"workers": WORLD},
-            "trackers": [],
-        }
-    )
-
-
-def _strategies(run: RunConfig, cluster: Cluster) -> Iterator[Overrides]:
+def _strategies(config: RunConfig, cluster: Cluster) -> Iterator[Overrides]:
     """All that the file leaves open, each once."""
-    seen, constants = read_off(cluster, precision_of(run))
+    seen, constants = read_off(cluster, precision_of(config))
     done = set()
-    question = question_of(run, seen, WORLD, 1)
+    question = question_of(config, seen, WORLD, 1)
     for one in ranked(question, constants):
-        laid = overrides_of(run, one, seen, question.workload.shape.layers)
-        if _key(laid) not in done:
-            done.add(_key(laid))
+        laid = overrides_of(config, one, seen, question.workload.shape.layers)
+        if key_of(laid) not in done:
+            done.add(key_of(laid))
             yield laid
 
 
-def _key(laid: Overrides) -> str:
-    return json.dumps(laid["strategy"], sort_keys=True)
+def key_of(laid: Overrides) -> str:
+    """A strategy by its content."""
+    return json.dumps(laid["strategy"], sortkey_ofs=True)
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
+# The workers.
+
+
+def choose(config: RunConfig, worker: Worker) -> None:
+    """What `train` does first: the strategy is chosen, and written to the run's folder."""
+    together(config, worker)
+
+
+def measure(config: RunConfig, worker: Worker) -> None:
+    """What each of the four workers runs: its strategies are built, then stepped round after round.
+
+    What is `drop` times as slow as the best after a round is stepped no more.
+    """
+    # The planner tries strategies in processes of their own now, and has no such function any more.
+    from hyper_parallel.planner.auto.measure_candidates import stepped
+
+    task = json.loads(Path(os.environ[TASK]).read_text())
+    steps: list[Callable[[], None] | None] = []
+    refused: dict[int, str] = {}
+    for index, laid in enumerate(task["strategies"]):
+        try:
+            steps.append(stepped(resolved(config, laid), worker))
+        except HyperParallelError as error:
+            refused[index] = str(error)
+            steps.append(None)
+        if worker.rank == 0 and index % 10 == 9:
+            print(f"  {index + 1} of {len(task['strategies'])} built", flush=True)
+    slowest = {index: math.inf for index, step in enumerate(steps) if step is not None}
+    taken: dict[int, list[float]] = {index: [] for index in slowest}
+    going = list(slowest)
+    for turn in range(task["rounds"] + 1):
+        for index in going:
+            taken[index] += _stepped(steps[index], task["steps"])
+        if turn == 0:  # it warms up
+            taken = {index: [] for index in slowest}
+            continue
+        medians = torch.tensor([statistics.median(taken[index]) for index in slowest])
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        slowest = dict(zip(slowest, medians.tolist(), strict=True))
+        going = [index for index in going if slowest[index] <= task["drop"] * min(slowest.values())]
+    if worker.rank == 0:
+        found = [
+            {"refused": refused[index]} if index in refused else {"seconds": slowest[index]}
+            for index in range(len(steps))
+        ]
+        Path(task["out"]).write_text(json.dumps(found))
+
+
+def _stepped(step: Callable[[], None] | None, steps: int) -> list[float]:
+    """Seconds of a few steps, each begun by all ranks together."""
+    assert step is not None, "what was refused is not stepped"
+    gc.collect()
+    gc.disable()
+    seconds = []
+    for _ in range(steps):
+        dist.barrier()
+        seconds.append(taken_seconds(step))
+    gc.enable()
+    return seconds
+
+
+# What is shown.
+
+
+def page(found: Mapping[str, Any]) -> Iterator[str]:
+    """The part of docs/plan.md."""
     models = found["models"]
-    yield ""
     yield (
         "The strategy that `auto` picks, compared with the best of all strategies (`benchmarks/auto.py`; without "
         "recomputation, with micro-batches of one sequence). The benchmark first runs a few steps of every strategy, a "
@@ -272,15 +276,18 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         f"{found['starts']} times; the table shows the worst of its picks:"
     )
     yield ""
-    yield "| Model | Strategies | Best | `auto` picked | Of the best | Each time | Median strategy | Worst |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+    rows = []
     for name, one in models.items():
         best, each = one["best_s"], ", ".join(f"{ratio:.2f}" for ratio in one["ratios"])
-        yield (
-            f"| {name} | {one['strategies']} | {best * 1e3:.1f} ms: {_told(one['best'])} | "
-            f"{one['picked_s'] * 1e3:.1f} ms: {_told(one['picked'])} | {one['ratio']:.2f} | {each} | "
-            f"{one['median_s'] / best:.2f} | {one['worst_s'] / best:.2f} |"
+        shown = (
+            f"{seconds * 1e3:.1f} ms: {_told(strategy)}"
+            for seconds, strategy in ((best, one["best"]), (one["picked_s"], one["picked"]))
         )
+        ratios = one["ratio"], one["median_s"] / best, one["worst_s"] / best
+        of_best, median, worst = (f"{ratio:.2f}" for ratio in ratios)
+        rows.append((name, one["strategies"], *shown, of_best, each, median, worst))
+    header = "Model | Strategies | Best | `auto` picked | Of the best | Each time | Median strategy | Worst"
+    yield from table(header, rows, "lrrrrrrr")
     within = sum(one["ratio"] <= 1.1 for one in models.values())
     load = max(one["load"] for one in models.values())
     yield ""
@@ -301,5 +308,24 @@ def _told(strategy: dict[str, Any]) -> str:
     )
 
 
+BENCHMARK = Benchmark("auto", {"plan.md": page}, key="models")
+
+
+def main(
+    models: Annotated[tuple[str, ...], tuple(MODELS)] = tuple(MODELS),
+    kept: Annotated[bool, "the machine as it was measured before"] = False,
+    again: Annotated[bool, "only what is picked, beside the best of before"] = False,
+) -> None:
+    """Measure each model; one that is left out keeps its earlier row."""
+    shown = {"workers": WORLD, "starts": STARTS, "rounds": LAST_ROUNDS, "steps": STEPS}
+    everything = not again and set(models) == set(MODELS)
+    rows = Rows(BENCHMARK, again=everything, summary=lambda rows: shown)
+    with scratch() as folder:
+        if not kept:
+            os.environ["XDG_CACHE_HOME"] = str(folder)
+        for name in models:
+            rows.add(name, _model(name, folder, rows.rows.get(name) if again else None))
+
+
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,11 +10,8 @@ Writes benchmarks/results/balanced_rows.json and the table of docs/multimodal.md
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,19 +19,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import machine, write
-from pages import DOCS, put
+from both_ways import differences, steps_both_ways
+from commandline import run
+from pages import Benchmark, table
+from processes import scratch
+from torch import Tensor
 
+from harness.ranks import run_ranks
+from harness.vision_folders import run_file, write_llava, write_rows
 from hyper_parallel.config import RunConfig
 from hyper_parallel.shard import sharded
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import build, fill
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.train_step import accumulate
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from harness.ranks import run_ranks
-from harness.vision_folders import run_file, write_llava, write_rows
 
 ROWS, BATCH, MOST, MEAN, SKEW = 256, 16, 16, 4, 1.2
 
@@ -66,94 +64,69 @@ def _worker(rank: int, world: int, file: dict[str, Any], steps: int) -> list[dic
     built = build(config)
     fill(built, config, torch.device("cpu"))
     model, handle, recipe = built.model.train(), sharded(built.model), Recipe.of(config, built.model)
-    batches = {
-        name: Batches(
-            built.text.train,
-            built.text.order,
-            BATCH,
-            config.micro_batch,
-            handle,
-            torch.device("cpu"),
-            balance=name == "dealt",
-        )
-        for name in ("given", "dealt")
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    found = []
-    for step in range(steps):
-        one: dict[str, float] = {}
-        gradients: dict[str, list[torch.Tensor]] = {}
-        for name in ("given", "dealt") if step % 2 else ("dealt", "given"):
-            optimizer.zero_grad()
-            batch = batches[name].load(step, step * BATCH)
+    device, optimizer = torch.device("cpu"), torch.optim.SGD(model.parameters(), lr=0.02)
+    text, micro = built.text, config.micro_batch
+
+    def way(*, balance: bool) -> Any:
+        batches = Batches(text.train, text.order, BATCH, micro, handle, device, balance=balance)
+
+        def step(number: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+            batch = batches.load(number, number * BATCH)
             tokens = recipe.tokens(batch)
             dist.barrier()
             began = time.perf_counter()
             loss = accumulate(model, handle, batch, tokens, config.seed)
             dist.barrier()
-            one[f"seconds, {name}"] = time.perf_counter() - began
-            one[f"loss, {name}"] = float(handle.all_reduce(loss, ("replicate", "shard")))
-            gradients[name] = [own.grad.clone() for own in handle.parameters() if own.grad is not None]
-        largest = max(float(value.abs().max()) for value in gradients["given"] if value.numel())
-        one["gradients"] = max(
-            float((a - b).abs().max()) / largest
-            for a, b in zip(gradients["given"], gradients["dealt"], strict=True)
-            if a.numel()
-        )
-        optimizer.step()
-        found.append(one)
-    return found
+            seconds = time.perf_counter() - began
+            figures = {"seconds": seconds, "loss": float(handle.all_reduce(loss, ("replicate", "shard")))}
+            return figures, {own.name: own.grad for own in handle.parameters() if own.grad is not None}
+
+        return step
+
+    return steps_both_ways({"given": way(balance=False), "dealt": way(balance=True)}, optimizer, steps)
 
 
 def measured(steps: int) -> dict[str, Any]:
-    """All steps."""
-    with tempfile.TemporaryDirectory() as place:
-        file = make(Path(place))
+    """All steps, the first two left out of what is compared."""
+    with scratch() as place:
+        file = make(place)
         ranks: list[list[dict[str, float]]] = run_ranks(_worker, 2, file, steps, timeout=120 + 6.0 * steps)
-    told = ranks[0][2:]
-    ratios = sorted(one["seconds, dealt"] / one["seconds, given"] for one in told)
+    rows = ranks[0][2:]
+    given, dealt = ([row[f"seconds, {name}"] for row in rows] for name in ("given", "dealt"))
+    ratios = sorted(b / a for a, b in zip(given, dealt, strict=True))
     low, _, high = statistics.quantiles(ratios, n=4)
     return {
-        "machine": machine(),
         "steps": steps,
-        "given": statistics.median(one["seconds, given"] for one in told),
-        "dealt": statistics.median(one["seconds, dealt"] for one in told),
-        "whole": sum(one["seconds, dealt"] for one in told) / sum(one["seconds, given"] for one in told),
+        "given": statistics.median(given),
+        "dealt": statistics.median(dealt),
+        "whole": sum(dealt) / sum(given),
         "ratio": statistics.median(ratios),
         "quartiles": [low, high],
-        "loss_difference": max(
-            abs(one["loss, given"] - one["loss, dealt"]) / one["loss, given"] for one in told
-        ),
-        "gradient_difference": max(one["gradients"] for rank in ranks for one in rank),
-        "first_loss": told[0]["loss, given"],
-        "last_loss": told[-1]["loss, given"],
+        **differences(ranks, "given", "dealt", first=2),
     }
 
 
 def page(found: Mapping[str, Any]) -> Iterator[str]:
-    """The table of the page."""
+    """The table of docs/multimodal.md."""
     low, high = found["quartiles"]
-    yield "| Steps | As given | Dealt | Of the time, median (quartiles) | Losses differ by | Gradients by |"
-    yield "|---|---|---|---|---|---|"
-    yield (
-        f"| {found['steps']} | {found['given']:.3f} s | {found['dealt']:.3f} s | {found['ratio']:.2f} "
-        f"({low:.2f}–{high:.2f}) | {found['loss_difference']:.1e} | {found['gradient_difference']:.1e} of the "
-        "largest |"
+    row = (
+        *(found["steps"], f"{found['given']:.3f} s", f"{found['dealt']:.3f} s"),
+        *(f"{found['ratio']:.2f} ({low:.2f}–{high:.2f})", f"{found['loss_difference']:.1e}"),
+        f"{found['gradient_difference']:.1e} of the largest",
     )
+    columns = "Steps | As given | Dealt | Of the time, median (quartiles) | Losses differ by | Gradients by"
+    yield from table(columns, [row])
 
 
-def main() -> None:
+BENCHMARK = Benchmark("balanced_rows", {"multimodal.md": page})
+
+
+def main(steps: int = 60) -> None:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=60)
-    given = parser.parse_args()
-    found = measured(given.steps)
+    found = measured(steps)
     print("\n".join(page(found)))
-    print(write("balanced_rows", found))
-    put(DOCS / "multimodal.md", "balanced_rows.py", page(found))
+    BENCHMARK.keep(found)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

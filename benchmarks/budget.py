@@ -11,35 +11,31 @@ budget by `offload`, and run three times on real tensors and real tiers, beside 
 
 Budgets lie between the working set and the peak without a budget, and some below it. Those are met by another graph of
 the same step (another order, or storages computed again), or refused before anything runs, with a floor at which the
-same case runs with 1% more. The result is written after each case, so that a
-run that is stopped keeps what it has.
+same case runs with 1% more. The result is written as processes end, so that a run that is stopped keeps what it has.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Queue
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
 
 import torch
-from measure import write
-from memory import MODELS, answer, batch_of, build, collected, recipe_of
-from observer import Observer, UnseenHost
-from pages import DOCS, put
+from commandline import run
+from memory import MODELS, collected
+from pages import Benchmark
+from processes import TRIMMED, fresh, scratch
+from shapes import Fields, with_layers
 from torch import Tensor
+from training import build, captured, graph_inputs, recipe_of, silent_host, step_batch
 
 import hyper_parallel as hp
+from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import paged_out_parameters, registry
 from hyper_parallel.errors import BudgetError
@@ -48,7 +44,7 @@ from hyper_parallel.offloading import OffloadTier, Runtime, build_problem
 from hyper_parallel.offloading.schedule.offload_pass import Planned, planned
 from hyper_parallel.offloading.tiers import FlashTier, Tier
 from hyper_parallel.offloading.tiers import measure as rates
-from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.capture_train_step import state
 from hyper_parallel.step.recipe import Recipe
 
 STEPS = 3
@@ -73,45 +69,35 @@ def draw(seed: int) -> dict[str, Any]:
     }
 
 
-def fields_of(case: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(case: Mapping[str, Any]) -> Fields:
     """The model of a case."""
-    fields = dict(MODELS[case["model"]])
-    fields["n_layer" if case["model"] == "gpt2" else "num_hidden_layers"] = case["layers"]
-    return fields
+    return with_layers(MODELS[case["model"]], case["layers"])
 
 
-def inputs(recipe: Recipe, case: Mapping[str, Any], vocabulary: int) -> dict[str, Tensor]:
+def inputs(recipe: Recipe, case: Mapping[str, Any]) -> dict[str, Tensor]:
     """What a step is run on."""
-    micro = batch_of(0, case["rows"], case["positions"], vocabulary)
-    tokens = torch.tensor(float(case["rows"] * case["positions"]))
-    return {
-        **{name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()},
-        **batch_inputs([micro], torch.tensor(0), tokens, torch.ones((), dtype=torch.float64)),
-    }
+    vocabulary = fields_of(case)["vocab_size"]
+    return graph_inputs(recipe, step_batch(recipe, case["rows"], case["positions"], vocabulary))
 
 
-def fresh(case: Mapping[str, Any]) -> Recipe:
-    """The model of a case with its first values."""
-    model = build(fields_of(case), hp.Strategy())
-    hp.init_weights(model, seed=0)
-    return recipe_of(model)
+class Host:
+    """A host that keeps what it is shown first at each point."""
+
+    def __init__(self) -> None:
+        self.shown: list[Tensor] = []
+
+    def __call__(self, point: str, values: Sequence[Tensor]) -> Tensor | None:
+        self.shown.append(values[0].clone())
+        return silent_host(point, values)
 
 
 def plain(case: Mapping[str, Any], step: StepGraph) -> tuple[list[Tensor], dict[str, Tensor]]:
     """What the host is shown in each step, and all state after the last, without a budget."""
-    recipe = fresh(case)
-    tensors = inputs(recipe, case, fields_of(case)["vocab_size"])
-    shown: list[Tensor] = []
-    run = executable(step)
-
-    def host(point: str, values: Sequence[Tensor]) -> Tensor | None:
-        shown.append(values[0].clone())
-        return answer(point, values)
-
+    recipe = recipe_of(build(fields_of(case), values="cpu"))
+    tensors, host, graph = inputs(recipe, case), Host(), executable(step)
     for _ in range(STEPS):
-        run.run(tensors, host)
-    names = state(recipe.handle, recipe.optimizer)
-    return shown, {name: tensors[name] for name in names}
+        graph.run(tensors, host)
+    return host.shown, {name: tensors[name] for name in state(recipe.handle, recipe.optimizer)}
 
 
 def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) -> dict[str, Any]:
@@ -120,10 +106,10 @@ def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) ->
     runtime = Runtime(found.step, tiers)
     for name, tier in tiers.items():
         tier.reserve(found.places[name].sizes, found.places[name].offsets)
-    run = executable(found.step, cache=runtime)
+    graph = executable(found.step, cache=runtime)
     collected()
     before = backend.memory_allocated()
-    model = build(fields_of(case), hp.Strategy())
+    model = build(fields_of(case))
     settled = set()
 
     def settle(name: str, tensor: Tensor) -> None:
@@ -133,21 +119,15 @@ def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) ->
     with paged_out_parameters.settling(settle):
         hp.init_weights(model, seed=0)
         recipe = recipe_of(model)
-    tensors = inputs(recipe, case, fields_of(case)["vocab_size"])
+    tensors, host = inputs(recipe, case), Host()
     for name in state(recipe.handle, recipe.optimizer).keys() - settled:
         settle(name, tensors[name])
-    shown: list[Tensor] = []
-
-    def host(point: str, values: Sequence[Tensor]) -> Tensor | None:
-        shown.append(values[0].clone())
-        return answer(point, values)
-
     with Observer(list(tensors.values())) as observer:
-        run.run(tensors, host)
+        graph.run(tensors, host)
     collected()
     backend.reset_memory_peak()
     for _ in range(STEPS - 1):
-        run.run(tensors, host)
+        graph.run(tensors, host)
     resident = backend.memory_peak() - before
     values = {}
     for name in state(recipe.handle, recipe.optimizer):
@@ -156,7 +136,7 @@ def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) ->
     return {
         "live": observer.peak,
         "resident": resident,
-        "shown": shown,
+        "shown": host.shown,
         "values": values,
         "moved": runtime.moved,
     }
@@ -165,13 +145,12 @@ def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) ->
 def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
     """One case."""
     cluster, backend = Cluster.named("h100"), registry.backend("cpu")
-    shape = BatchShape(((case["rows"], case["positions"]),), (False,))
-    step = capture_step(recipe_of(build(fields_of(case), hp.Strategy())), shape)
+    step = captured(build(fields_of(case)), case["rows"], case["positions"])
     free = build_problem(step, cluster, 2**50, ())
     peak, least = max(free.profile()), free.working_set
     budget = int(least + case["share"] * (peak - least))
     result: dict[str, Any] = {**case, "peak": peak, "working_set": least, "budget": budget}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with scratch() as folder, contextlib.ExitStack() as stack:
         tiers: dict[str, Tier] = {}
         if "host" in case["tiers"]:
             # Beside flash it holds about half of what has to go somewhere.
@@ -218,56 +197,19 @@ def check(row: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def worker(first: int, last: int) -> None:
+def _group(seeds: range) -> list[dict[str, Any]]:
     """Cases one after the other; the first of them once before, which loads kernels."""
-    torch.set_num_threads(1)
-    run_case({**draw(first), "layers": 1, "rows": 1, "positions": 32, "share": 0.5})
-    for seed in range(first, last):
-        print(json.dumps(run_case(draw(seed))), flush=True)
+    run_case({**draw(seeds[0]), "layers": 1, "rows": 1, "positions": 32, "share": 0.5})
+    return [run_case(draw(seed)) for seed in seeds]
 
 
 def rows_of(seeds: range, workers: int) -> Iterator[dict[str, Any]]:
-    """Each case as it ends. A process runs `PER_PROCESS` of them, and `workers` processes run at a time: what is live
-    and what is resident are each process's own."""
-    found: Queue[dict[str, Any] | Future[None]] = Queue()
+    """Each case. A process runs `PER_PROCESS` of them, and `workers` processes run at a time: what is live and what is
+    resident are each process's own."""
+    groups = [seeds[at : at + PER_PROCESS] for at in range(0, len(seeds), PER_PROCESS)]
     with ThreadPoolExecutor(workers) as pool:
-        groups = [
-            pool.submit(_group, seeds[at : at + PER_PROCESS], found)
-            for at in range(0, len(seeds), PER_PROCESS)
-        ]
-        try:
-            for group in groups:
-                # Also where it fails, and behind its last case.
-                group.add_done_callback(found.put)
-            left = len(groups)
-            while left:
-                one = found.get()
-                if isinstance(one, Future):
-                    one.result()
-                    left -= 1
-                else:
-                    yield one
-        finally:
-            for group in groups:
-                group.cancel()
-
-
-def _group(seeds: range, found: Queue[Any]) -> None:
-    """Cases in a process of their own."""
-    command = [sys.executable, __file__, "--worker", str(seeds.start), str(seeds.stop)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        # Large blocks come from the system and go back to it, so that the process holds what its tensors hold.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            found.put(json.loads(line))
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+        for rows in pool.map(lambda group: fresh(_group, group, **TRIMMED), groups):
+            yield from rows
 
 
 def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
@@ -319,33 +261,25 @@ def _floored(share: float) -> str:
     return f"{math.floor(1e6 * share) / 1e4:.4f}%"
 
 
-def main() -> int:
-    """Run the cases, write benchmarks/results/budget.json after each; 1 where a budget did not hold."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    parser.add_argument("--workers", type=int, default=1, help="processes that run cases at the same time")
-    parser.add_argument("--print-only", action="store_true", help="nothing is kept")
-    given = parser.parse_args()
-    if given.worker:
-        worker(*given.worker)
-        return 0
+BENCHMARK = Benchmark("budget", {"offload.md": page})
+
+
+def main(
+    cases: int = 200,
+    seed: Annotated[int, "of the first case"] = 0,
+    workers: Annotated[int, "processes that run cases at the same time"] = 1,
+) -> bool:
+    """Run the cases, keep the result after each; whether a budget did not hold."""
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
-    for row in rows_of(range(given.seed, given.seed + given.cases), given.workers):
+    for row in rows_of(range(seed, seed + cases), workers):
         rows = sorted([*rows, row], key=lambda one: int(one["seed"]))
         print(row["seed"], row["model"], "+".join(row["tiers"]), *(check(row) or ["holds"]), flush=True)
-        summary = summarized(rows, given.cases)
-        if not given.print_only:
-            write("budget", {"summary": summary, "cases": rows})
+        summary = summarized(rows, cases)
+        BENCHMARK.keep({"summary": summary, "cases": rows})
     print(json.dumps(summary, indent=1))
-    if not given.print_only:
-        put(DOCS / "offload.md", "budget.py", page({"summary": summary}))
-    return int(bool(summary["wrong"]))
+    return bool(summary["wrong"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

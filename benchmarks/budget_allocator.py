@@ -12,25 +12,21 @@ benchmarks/results/budget_allocator.json.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
-import os
 import random
-import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from allocations import Allocations, compiled, environment
-from measure import write
+from allocations import Allocations, compiled
+from commandline import run
+from pages import Benchmark
+from processes import fresh, scratch, workers
+from shapes import NO_ENDS, gpt2, llama
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,6 +35,7 @@ from hyper_parallel.errors import BudgetError, FollowsError
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import causal_lm_loss
 
+BENCHMARK = Benchmark("budget_allocator")
 WORLDS = (1, 2, 4)
 PER_PROCESS = 8
 STEPS, MICRO = 2, 2
@@ -84,29 +81,15 @@ def draw(seed: int, world: int) -> dict[str, Any]:
 
 
 def model_of(case: Mapping[str, Any]) -> nn.Module:
-    hidden = case["hidden"]
-    sizes: dict[str, dict[str, Any]] = {
-        "llama": {
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": case["layers"],
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-        },
-        "gpt2": {
-            "n_embd": hidden,
-            "n_layer": case["layers"],
-            "n_head": 4,
-            "n_positions": 64,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
-    }
-    if case["strategy"] is not None and "context" in case["strategy"]["axes"]:
-        sizes["gpt2"]["attn_pdrop"] = 0.0  # attention that is spread over ranks drops no weights
+    """The model of a case with its first values, parallelized where there is a strategy."""
+    hidden, layers = case["hidden"], case["layers"]
+    fields = llama(hidden, layers, 4, inner=2 * hidden, kv=4, vocabulary=VOCABULARY, positions=2048)
+    if case["family"] == "gpt2":
+        fields = gpt2(hidden, layers, 4, vocabulary=VOCABULARY, positions=64, **NO_ENDS)
+        if case["strategy"] is not None and "context" in case["strategy"]["axes"]:
+            fields["attn_pdrop"] = 0.0  # attention that is spread over ranks drops no weights
     torch.manual_seed(0)
-    config = AutoConfig.for_model(case["family"], vocab_size=VOCABULARY, **sizes[case["family"]])
-    model: nn.Module = AutoModelForCausalLM.from_config(config).train()
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).train()
     if case["strategy"] is not None:
         strategy = hp.Strategy.model_validate({"version": 1, **case["strategy"]})
         hp.parallelize(model, strategy, lowering="traceable")
@@ -153,9 +136,9 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
     """One case on one of its workers."""
     budget = 1
     for _ in range(8):
-        with tempfile.TemporaryDirectory() as folder:
+        with scratch() as folder:
             tiers: dict[str, Any] = {"host": "64MiB"} if "host" in case["tiers"] else {}
-            tiers |= {"flash": Path(folder)} if "flash" in case["tiers"] else {}
+            tiers |= {"flash": folder} if "flash" in case["tiers"] else {}
             model = hp.offload(model_of(case), budget=budget, **tiers)
             floor = 0
             try:
@@ -179,54 +162,21 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
     raise RuntimeError(f"each budget that was said to do was refused: {case}")
 
 
-def worker(world: int, rank: int, port: int, seeds: Sequence[int]) -> None:
+def worker(rank: int, world: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """All cases of a process, one after the other."""
-    torch.set_num_threads(1)
     for module, name, value in (("solve", "WORK", 0), ("graph_search", "PLANS", 1)):  # quick plans, as exact
         setattr(importlib.import_module(f"hyper_parallel.offloading.schedule.{module}"), name, value)
-    if world > 1:
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(minutes=20))
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=20)
-        )
-    for seed in seeds:
-        case = draw(seed, world)
-        mine = run_case(case)
-        all_: list[Any] = [None] * world
-        if world > 1:
-            dist.all_gather_object(all_, mine)
-        else:
-            all_ = [mine]
-        if rank == 0:
-            print(json.dumps({**case, "workers": all_}), flush=True)
-    if world > 1:
-        dist.destroy_process_group()
+    return [run_case(draw(seed, world)) for seed in seeds]
 
 
-def rows_of(world: int, seeds: Sequence[int], library: Path) -> Iterator[dict[str, Any]]:
-    """Cases on so many workers, as they end; one process for each worker."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    command = [sys.executable, __file__, "--seeds", *map(str, seeds), "--worker", str(world), str(port)]
-    environ = {**environment(library), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)], env=environ, text=True, stdout=subprocess.PIPE if not rank else None
-        )
-        for rank in range(world)
-    ]
-    try:
-        assert processes[0].stdout is not None
-        for line in processes[0].stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        for process in processes:
-            if process.wait():
-                raise subprocess.CalledProcessError(process.returncode, command)
-    finally:
-        for process in processes:
-            process.kill()
+def rows_of(world: int, seeds: Sequence[int], library: Path) -> list[dict[str, Any]]:
+    """Cases on so many workers; one process for each worker."""
+    if world == 1:  # without a group
+        ranks = [fresh(worker, 0, 1, seeds, LD_PRELOAD=str(library))]
+    else:
+        ranks = workers(worker, world, seeds, LD_PRELOAD=str(library))
+    each = zip(seeds, zip(*ranks, strict=True), strict=True)
+    return [{**draw(seed, world), "workers": list(of_ranks)} for seed, of_ranks in each]
 
 
 def _parts(cases: int, worlds: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
@@ -263,35 +213,20 @@ def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
     return {"cases": len(rows), "of": of, "workers": by_world}
 
 
-def main() -> int:
-    """Run the cases, write benchmarks/results/budget_allocator.json after each; 1 where one was above its budget."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--seeds", nargs="*", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--worlds", nargs="*", type=int, default=list(WORLDS))
-    parser.add_argument("--print-only", action="store_true", help="nothing is kept")
-    given = parser.parse_args()
-    if given.worker:
-        world, port, rank = given.worker
-        worker(world, rank, port, given.seeds)
-        return 0
+def main(cases: int = 100, worlds: Annotated[tuple[int, ...], WORLDS] = WORLDS) -> bool:
+    """Run the cases, keep the result as processes end; whether one was above its budget."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch() as folder:
         library = compiled(folder)
-        for world, seeds in _parts(given.cases, given.worlds):
+        for world, seeds in _parts(cases, worlds):
             for row in rows_of(world, seeds, library):
                 rows.append(row)
                 print(row["seed"], row["world"], row["strategy"], above(row), row["workers"][0], flush=True)
-                if not given.print_only:
-                    write("budget_allocator", {"summary": summarized(rows, given.cases), "cases": rows})
-    summary = summarized(rows, given.cases)
+            BENCHMARK.keep({"summary": summarized(rows, cases), "cases": rows})
+    summary = summarized(rows, cases)
     print(json.dumps(summary, indent=1))
-    return int(any(found["above"] for found in summary["workers"].values()))
+    return any(found["above"] for found in summary["workers"].values())
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    run(main)

@@ -11,23 +11,21 @@ norms' statistics and the gradients of weights that several ranks compute with, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-import measure
 import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from commandline import run
+from pages import Benchmark, table
+from shapes import llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.compat.collectives import counting
+from hyper_parallel.compat.fake_process_group import fake_ranks
 from hyper_parallel.shard.tensor2d.factorization import (
     Gathered,
     MlpFactors,
@@ -39,6 +37,7 @@ from hyper_parallel.shard.tensor2d.factorization import (
     one_axis_cost,
 )
 
+BENCHMARK = Benchmark("comm_volume")
 MODELS = {
     "Llama-3-70B": Shape(hidden=8192, query=64 * 128, kv=8 * 128, head=128, between=28672),
     "Llama-3.1-405B": Shape(hidden=16384, query=128 * 128, kv=8 * 128, head=128, between=53248),
@@ -100,29 +99,11 @@ class LayoutCopies(TorchDispatchMode):
         return out
 
 
-@contextlib.contextmanager
-def fake_ranks(world: int) -> Iterator[None]:
-    """A process group of `world` ranks in which this process is rank 0 and nothing is sent."""
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def layers_of(shape: Shape, layers: int, strategy: hp.Strategy) -> tuple[list[torch.nn.Module], Any]:
     """Parallelized decoder layers on the meta device, and the model's rotary embedding."""
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.between,
-        num_hidden_layers=layers,
-        num_attention_heads=shape.query // shape.head,
-        num_key_value_heads=shape.kv // shape.head,
-        head_dim=shape.head,
-        attn_implementation="sdpa",
-        dtype=torch.bfloat16,
-    )
+    sizes = {"inner": shape.between, "kv": shape.kv // shape.head, "head_dim": shape.head}
+    fields = llama(shape.hidden, layers, shape.query // shape.head, vocabulary=256, positions=2048, **sizes)
+    config = LlamaConfig(**fields, attn_implementation="sdpa", dtype=torch.bfloat16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     hp.parallelize(model, strategy, lowering="traceable")
@@ -148,7 +129,7 @@ def count_copies(shape: Shape, strategy: hp.Strategy, rows: int, tokens: int = T
     """Layout copies that one layer more makes on a device, and their elements: the model's own ones included."""
     found = []
     for layers in (1, 2):
-        with fake_ranks(strategy.axes.world):
+        with fake_ranks(strategy.axes.world, 0):
             step = step_of(shape, layers, strategy, rows, tokens)
             with LayoutCopies() as mode:
                 step()
@@ -159,7 +140,7 @@ def count_copies(shape: Shape, strategy: hp.Strategy, rows: int, tokens: int = T
 
 def count(shape: Shape, layers: int, strategy: hp.Strategy, tokens: int) -> Moved:
     """What `layers` layers move, the model's first split and last gather included."""
-    with fake_ranks(strategy.axes.world):
+    with fake_ranks(strategy.axes.world, 0):
         step = step_of(shape, layers, strategy, 1, tokens)
         with counting() as counted:
             step()
@@ -231,24 +212,22 @@ def row(model: str, ranks: int, gathered: Gathered, tokens: int = TOKENS) -> Row
     )  # fmt: skip
 
 
-def table(rows: list[Row]) -> Table:
+def shown(rows: Sequence[Row]) -> Iterator[str]:
     """The rows for people."""
-    made = Table(
-        title=f"MiB received by each device, one layer, forward and backward, {TOKENS} tokens, bfloat16"
-    )
+    yield f"MiB received by each device, one layer, forward and backward, {TOKENS} tokens, bfloat16"
+
+    def cells(row: Row) -> Iterator[object]:
+        yield from (row.model, row.ranks, row.gathered, row.y, row.x, row.x_up, row.x_down)
+        for moved in (row.one.activations, row.one_closed, row.two.activations, row.two_closed):
+            yield f"{moved / 2**20:.1f}"
+        yield from (f"{row.against_equal:+.1%}", f"{row.against_again:+.1%}", f"{row.two_kept_elements:.3f}")
+        for moved in (row.two.statistics, row.one.weight_gradients, row.two.weight_gradients):
+            yield f"{moved / 2**20:.2f}"
+
     columns = "model|P|gathered|y|x|x′|x″|1D|closed form|2D|closed form|2D : 1D|2D : 1D again"
-    apart = "|kept, T·h|statistics|weight gradients 1D|2D"
-    for column in (columns + apart).split("|"):
-        made.add_column(column, justify="right" if column != "model" else "left")
-    for r in rows:
-        mib = [f"{n / 2**20:.1f}" for n in (r.one.activations, r.one_closed, r.two.activations, r.two_closed)]
-        made.add_row(
-            r.model, str(r.ranks), r.gathered, str(r.y), str(r.x), str(r.x_up), str(r.x_down), *mib,
-            f"{r.against_equal:+.1%}", f"{r.against_again:+.1%}", f"{r.two_kept_elements:.3f}",
-            f"{r.two.statistics / 2**20:.2f}", f"{r.one.weight_gradients / 2**20:.2f}",
-            f"{r.two.weight_gradients / 2**20:.2f}",
-        )  # fmt: skip
-    return made
+    yield from table(
+        f"{columns}|kept, T·h|statistics|weight gradients 1D|2D", (list(cells(row)) for row in rows)
+    )
 
 
 def copies_of(model: str, ranks: int, rows: int) -> dict[str, Any]:
@@ -264,30 +243,25 @@ def copies_of(model: str, ranks: int, rows: int) -> dict[str, Any]:
     }
 
 
-def copies_table(found: list[dict[str, Any]]) -> Table:
+def copies_shown(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The layout copies for people."""
-    made = Table(
-        title=f"Layout copies of one layer, forward and backward, {TOKENS} tokens a row, millions of elements"
-    )
-    for column in ("model", "P", "rows", "1D copies", "elements", "2D copies", "elements"):
-        made.add_column(column, justify="right" if column != "model" else "left")
-    for f in found:
-        one, two = f["one"], f["two"]
-        made.add_row(
-            f["model"], str(f["ranks"]), str(f["rows"]), str(one["copies"]), f"{one['elements'] / 1e6:.0f}",
-            str(two["copies"]), f"{two['elements'] / 1e6:.0f}",
-        )  # fmt: skip
-    return made
+    yield f"Layout copies of one layer, forward and backward, {TOKENS} tokens a row, millions of elements"
+
+    def cells(row: dict[str, Any]) -> Iterator[object]:
+        yield from (row["model"], row["ranks"], row["rows"])
+        for side in (row["one"], row["two"]):
+            yield from (side["copies"], f"{side['elements'] / 1e6:.0f}")
+
+    columns = "model|P|rows|1D copies|elements|2D copies|elements"
+    yield from table(columns, (list(cells(row)) for row in found))
 
 
 def main() -> None:
     """Every row; fails when a measured figure is not the closed form."""
     rows = [row(model, ranks, gathered) for model in MODELS for ranks in DEGREES for gathered in TREATMENTS]
-    Console(width=200).print(table(rows))
     copies = [copies_of("Llama-3-70B", ranks, batch) for ranks in DEGREES for batch in (1, 2)]
-    Console(width=200).print(copies_table(copies))
-    path = measure.write(
-        "comm_volume",
+    print(*shown(rows), "", *copies_shown(copies), sep="\n")
+    BENCHMARK.keep(
         {
             "unit": "bytes received by each device for one layer, forward and backward",
             "tokens": TOKENS,
@@ -295,13 +269,12 @@ def main() -> None:
             "measured_on": "a fake process group and the meta device: collectives counted, nothing sent",
             "rows": [asdict(r) for r in rows],
             "layout_copies": copies,
-        },
+        }
     )
-    print(path)
     for r in rows:
         assert r.one.activations == r.one_closed, r
         assert r.two.activations == r.two_closed, r
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

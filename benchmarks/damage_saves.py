@@ -12,16 +12,16 @@ Prints a table, writes ``benchmarks/results/damage_saves.json``, and exits with 
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
-import sys
-import tempfile
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-import measure
 import torch
+from campaigns import counted
+from commandline import run
+from pages import Benchmark
+from processes import scratch
 from torch import nn
 
 import hyper_parallel as hp
@@ -32,10 +32,13 @@ from hyper_parallel.integration import checkpoints
 from hyper_parallel.integration.manifest import MANIFEST, write_manifest
 from hyper_parallel.layout import Layout, Mesh
 
+BENCHMARK = Benchmark("damage_saves")
 STEPS = (1, 2, 3)
 LAYOUT = Layout.replicated(Mesh(), (64, 8))
 HARMLESS = {".writer.lock"}
 KINDS = ("flip", "cut", "empty", "extend", "remove", "older", "link", "folder")
+NAMES = {"run": "step-{:08d}", "trainer": "checkpoint-{}"}
+"""The folder of a step."""
 
 
 def value(step: int) -> torch.Tensor:
@@ -43,14 +46,17 @@ def value(step: int) -> torch.Tensor:
     return torch.full((64, 8), float(step))
 
 
+def save(writer: Writer, step: int, values: torch.Tensor) -> None:
+    """Save one tensor and an asset."""
+    assets = {"a.json": b"%d" % step}
+    writer.save(step, {"w": Piece(values, LAYOUT)}, {}, assets=assets, largest={"w": LARGEST_WEIGHT})
+
+
 def make_run(folder: Path) -> None:
     """Three checkpoints as a run writes them."""
     with Writer(folder, 1, 0, keep=9) as writer:
         for step in STEPS:
-            piece = Piece(value(step), LAYOUT)
-            writer.save(
-                step, {"w": piece}, {}, assets={"a.json": b"%d" % step}, largest={"w": LARGEST_WEIGHT}
-            )
+            save(writer, step, value(step))
 
 
 def make_trainer(folder: Path, handle: hp.shard.ShardedModel) -> None:
@@ -87,7 +93,7 @@ def damage(path: Path, older: Path, kind: str, draw: random.Random) -> None:
         path.mkdir()
 
 
-def found_in(folder: Path, handle: hp.shard.ShardedModel | None) -> tuple[int, str, bool]:
+def resumed(folder: Path, handle: hp.shard.ShardedModel | None) -> tuple[int, str, bool]:
     """The step that a resume takes, why not the newest, and whether what it loads is what was saved."""
     if handle is None:
         taken = newest(folder)
@@ -104,65 +110,59 @@ def found_in(folder: Path, handle: hp.shard.ShardedModel | None) -> tuple[int, s
     return step, "; ".join(reason for _, reason in skipped), torch.equal(values, value(step))
 
 
-def main() -> None:
-    """Run all cases."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    draw = random.Random(arguments.seed)
+def damaged(folder: Path, cases: int, draw: random.Random) -> Iterator[dict[str, str]]:
+    """Each case: what was done, which checkpoint was taken, and what is wrong with that."""
     handle = hp.sharded(hp.parallelize(nn.Linear(8, 64, bias=False), hp.Strategy()))
-    counts: Counter[str] = Counter()
-    wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as temporary:
-        whole = {"run": Path(temporary) / "run", "trainer": Path(temporary) / "trainer"}
-        make_run(whole["run"])
-        make_trainer(whole["trainer"], handle)
-        for number in range(arguments.cases):
-            kind = ("run", "trainer")[number % 2]
-            case = Path(temporary) / "case"
-            shutil.rmtree(case, ignore_errors=True)
-            shutil.copytree(whole[kind], case)
-            newer, older = (
-                (case / "step-00000003", case / "step-00000002")
-                if kind == "run"
-                else (case / "checkpoint-3", case / "checkpoint-2")
-            )
-            files = sorted(path for path in newer.rglob("*") if path.is_file())
-            path = files[number // 2 % len(files)]
-            name = path.relative_to(newer).as_posix()
-            before = older / name.replace("step-00000003", "step-00000002")
-            how = KINDS[draw.randrange(len(KINDS))]
-            damage(path, before, how, draw)
-            harmless = path.name in HARMLESS or (path.name == MANIFEST and how == "remove")
-            told = f"{kind}: {name}: {how}"
-            try:
-                step, why, equal = found_in(case, handle if kind == "trainer" else None)
-            except CheckpointError as error:
-                wrong.append(f"{told}: {error}")
-                continue
-            ok = equal and (step == 3 if harmless else step == 2 and bool(why))
-            counts[f"{kind}, {how}: the {'newest' if step == 3 else 'one before'}"] += 1
-            if not ok:
-                wrong.append(f"{told}: took step {step}, values {'right' if equal else 'WRONG'} ({why})")
-        for bad in (float("nan"), float("inf"), 1e38):
-            case = Path(temporary) / f"ruined-{bad}"
-            make_run(case)
-            with Writer(case, 1, 0, keep=9) as writer:
-                ruined = Piece(torch.full((64, 8), bad), LAYOUT)
-                writer.save(4, {"w": ruined}, {}, largest={"w": LARGEST_WEIGHT})
-            step, why, equal = found_in(case, None)
-            counts["run, ruined weights: the one before"] += 1
-            if step != 3 or not equal or "ruined" not in why:
-                wrong.append(f"weights of {bad}: took step {step} ({why})")
-    for what, count in sorted(counts.items()):
+    make_run(folder / "run")
+    make_trainer(folder / "trainer", handle)
+    for number in range(cases):
+        kind, case = ("run", "trainer")[number % 2], folder / "case"
+        shutil.rmtree(case, ignore_errors=True)
+        shutil.copytree(folder / kind, case)
+        newer, older = (case / NAMES[kind].format(step) for step in (3, 2))
+        files = sorted(path for path in newer.rglob("*") if path.is_file())
+        path = files[number // 2 % len(files)]
+        name = path.relative_to(newer).as_posix()
+        how = draw.choice(KINDS)
+        damage(path, older / name.replace("step-00000003", "step-00000002"), how, draw)
+        harmless = path.name in HARMLESS or (path.name == MANIFEST and how == "remove")
+        row = {"case": f"{kind}, {how}", "taken": "none", "wrong": ""}
+        try:
+            step, why, equal = resumed(case, handle if kind == "trainer" else None)
+        except CheckpointError as error:
+            yield row | {"wrong": f"{kind}: {name}: {how}: {error}"}
+            continue
+        row["taken"] = "the newest" if step == 3 else "the one before"
+        if not equal or (step != 3 if harmless else step != 2 or not why):
+            row["wrong"] = f"{kind}: {name}: {how}: step {step}, values {'right' * equal or 'WRONG'} ({why})"
+        yield row
+
+
+def ruined(folder: Path) -> Iterator[dict[str, str]]:
+    """Weights that no training comes back from are skipped, with the reason."""
+    for bad in (float("nan"), float("inf"), 1e38):
+        case = folder / f"ruined-{bad}"
+        make_run(case)
+        with Writer(case, 1, 0, keep=9) as writer:
+            save(writer, 4, torch.full((64, 8), bad))
+        step, why, equal = resumed(case, None)
+        wrong = step != 3 or not equal or "ruined" not in why
+        told = f"weights of {bad}: took step {step} ({why})" if wrong else ""
+        yield {"case": "run, ruined weights", "taken": "the one before", "wrong": told}
+
+
+def main(cases: int = 300, seed: int = 0) -> bool:
+    """Run all cases; whether one is wrong."""
+    with scratch() as folder:
+        rows = [*damaged(folder, cases, random.Random(seed)), *ruined(folder)]
+    counts = counted([{"told": f"{row['case']}: {row['taken']}"} for row in rows], "told")
+    wrong = [row["wrong"] for row in rows if row["wrong"]]
+    for what, count in counts.items():
         print(f"{count:>5}  {what}")
-    total = arguments.cases + 3
-    result = {"seed": arguments.seed, "cases": total, "counts": dict(sorted(counts.items())), "wrong": wrong}
-    path = measure.write("damage_saves", result)
-    print(f"{total - len(wrong)} of {total} right -> {path.name}", *wrong, sep="\n")
-    sys.exit(1 if wrong else 0)
+    print(f"{len(rows) - len(wrong)} of {len(rows)} right", *wrong, sep="\n")
+    BENCHMARK.keep({"seed": seed, "cases": len(rows), "counts": counts, "wrong": wrong})
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

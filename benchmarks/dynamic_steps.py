@@ -12,29 +12,25 @@ Writes benchmarks/results/dynamic_steps.json and the table of docs/submodels.md.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, write
-from pages import DOCS, put
+from both_ways import differences, steps_both_ways
+from commandline import run
+from pages import Benchmark, table
 from torch import Tensor
 
+from harness.ranks import run_ranks
+from harness.step_programs import chain_kind
+from harness.submodel_models import MODELS
 from hyper_parallel.layout import DeviceGroup, Mesh
 from hyper_parallel.runtime.build_program import step_program
 from hyper_parallel.schedule import Costs, MicroBatchKind, step_schedule
 from hyper_parallel.step.submodels import submodels
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from harness.ranks import run_ranks
-from harness.step_programs import chain_kind
-from harness.submodel_models import MODELS
 
 GROUPS = 16
 MIXTURES = {
@@ -62,9 +58,8 @@ def choices(repeats: int = 21) -> list[dict[str, Any]]:
         kinds, parts = [], []
         for number, count in enumerate(counts, 1):
             forward = tuple(draw.uniform(0.5, 2.0) for _ in groups)
-            costs = Costs(
-                forward=forward, backward=tuple(2 * one for one in forward), input=forward, weight=forward
-            )
+            backward = tuple(2 * seconds for seconds in forward)
+            costs = Costs(forward=forward, backward=backward, input=forward, weight=forward)
             kinds.append(MicroBatchKind.chain(costs, range(GROUPS), count))
             parts.append(chain_kind(number, groups, list(range(GROUPS)), count))
         chosen, built = [], []
@@ -119,64 +114,48 @@ def _worker(rank: int, world: int, steps: int) -> list[dict[str, float]]:
             module.attention_dropout = 0.0
     # One with images in some rows, so that both submodels are needed.
     parts = submodels(model, DECLARED, drawn(0), micro_batches=MICRO_BATCHES, inputs=inputs)
-    handle, found = parts.handle, []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        one: dict[str, float] = {}
-        gradients: dict[str, dict[str, Tensor]] = {}
-        order = [True, False] if step % 2 else [False, True]
-        for arrange in order:
-            name = "arranged" if arrange else "given"
-            optimizer.zero_grad()
+
+    def way(*, arrange: bool) -> Any:
+        def step(number: int) -> tuple[dict[str, float], dict[str, Tensor]]:
             began = time.perf_counter()
-            one[f"loss, {name}"] = float(parts.forward_backward(drawn(step), step=step, arrange=arrange))
-            one[f"seconds, {name}"] = time.perf_counter() - began
-            made = parts.schedule
-            assert made is not None
-            one[f"cost, {name}"] = made.makespan
-            gradients[name] = {
-                own.name: own.grad.clone() for own in handle.owned() if own.parameter.grad is not None
-            }
-        largest = max(float(value.abs().max()) for value in gradients["given"].values())
-        one["gradients"] = max(
-            float((value - gradients["arranged"][name]).abs().max()) / largest
-            for name, value in gradients["given"].items()
-        )
-        optimizer.step()
-        found.append(one)
-    return found
+            loss = float(parts.forward_backward(drawn(number), step=number, arrange=arrange))
+            seconds = time.perf_counter() - began
+            assert parts.schedule is not None
+            figures = {"loss": loss, "seconds": seconds, "cost": parts.schedule.makespan}
+            owned = parts.handle.owned()
+            return figures, {own.name: own.grad for own in owned if own.parameter.grad is not None}
+
+        return step
+
+    return steps_both_ways({"given": way(arrange=False), "arranged": way(arrange=True)}, optimizer, steps)
 
 
 def compared(steps: int) -> dict[str, Any]:
     """Both orders of every step."""
     ranks: list[list[dict[str, float]]] = run_ranks(_worker, 3, steps, timeout=60.0 + 6.0 * steps)
-    told = ranks[0]
-    # The first steps plan their kinds.
-    seconds = [one for one in told if max(one["seconds, given"], one["seconds, arranged"]) < 1.0]
+    rows = ranks[0]
+    seconds = [(row["seconds, given"], row["seconds, arranged"]) for row in rows]
+    costs = [sum(row[f"cost, {name}"] for row in rows) for name in ("arranged", "given")]
     return {
         "steps": steps,
-        "loss_difference": max(
-            abs(one["loss, given"] - one["loss, arranged"]) / one["loss, given"] for one in told
-        ),
-        "gradient_difference": max(one["gradients"] for rank in ranks for one in rank),
-        "cost_of_given": sum(one["cost, arranged"] for one in told) / sum(one["cost, given"] for one in told),
-        "seconds_of_given": statistics.median(
-            one["seconds, arranged"] / one["seconds, given"] for one in seconds
-        ),
-        "first_loss": told[0]["loss, given"],
-        "last_loss": told[-1]["loss, given"],
+        **differences(ranks, "given", "arranged"),
+        "cost_of_given": costs[0] / costs[1],
+        # The first steps plan their kinds.
+        "seconds_of_given": statistics.median(b / a for a, b in seconds if max(a, b) < 1.0),
     }
 
 
 def page(found: Mapping[str, Any]) -> Iterator[str]:
-    """The table of the page."""
-    yield "| 16 device groups | Choice of the order, median (worst) | Program, when new | Of the lower bound |"
-    yield "|---|---|---|---|"
-    for one in found["choices"]:
-        yield (
+    """The table of docs/submodels.md."""
+    yield from table(
+        "16 device groups | Choice of the order, median (worst) | Program, when new | Of the lower bound",
+        (
             f"| {one['mixture']} | {one['choice_ms']:.1f} ({one['choice_worst_ms']:.1f}) ms | "
             f"{one['program_ms']:.0f} ms | {one['of_bound']:.2f} |"
-        )
+            for one in found["choices"]
+        ),
+    )
     steps = found["steps"]
     yield ""
     yield (
@@ -187,18 +166,15 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def main() -> None:
+BENCHMARK = Benchmark("dynamic_steps", {"submodels.md": page})
+
+
+def main(steps: int = 200) -> None:
     """Run both, print, keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=200)
-    given = parser.parse_args()
-    found = {"machine": machine(), "choices": choices(), "steps": compared(given.steps)}
+    found = {"choices": choices(), "steps": compared(steps)}
     print("\n".join(page(found)))
-    print(write("dynamic_steps", found))
-    put(DOCS / "submodels.md", "dynamic_steps.py", page(found))
+    BENCHMARK.keep(found)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

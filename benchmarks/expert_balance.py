@@ -9,42 +9,38 @@ changes from round to round: `none` leaves experts where they are, `placed` move
 Measured: the rows that each rank's experts compute (counted where they are multiplied); what losses, gradients and
 updates differ by in steps from the same values, and losses over the run, where a difference of rounding may grow once a
 router chooses another expert; bytes that cross between ranks when experts move, bytes that each rank receives in a
-step, and seconds of a step. Eight workers share the
-machine's cores: a step takes as long as the work of all ranks, not of the heaviest, so its seconds show what balancing
-costs and not what it spares.
+step, and seconds of a step. Eight workers share the machine's cores: a step takes as long as the work of all ranks, not
+of the heaviest, so its seconds show what balancing costs and not what it spares.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from measure import paired_ratio, timed, write
+from commandline import run
+from measure import in_turns, paired_ratio, timed
+from pages import Benchmark
+from shapes import Fields, llama
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from training import build, micro_batch, recipe_of
 
-from hyper_parallel import Strategy, init_weights, parallelize, sharded
+from harness import run_ranks
+from hyper_parallel import Strategy, init_weights
 from hyper_parallel.compat import collectives
-from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.shard.experts import dispatch
 from hyper_parallel.shard.experts.placement import replicas_needed
-from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.expert_balance import ExpertBalancer, Replacement
-from hyper_parallel.step.lr_schedule import schedule
-from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.step.recipe import Recipe, StepResult
 from hyper_parallel.step.train_step import Stepper
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from harness import run_ranks
-
+BENCHMARK = Benchmark("expert_balance")
 WORLD, EXPERTS, TOP_K, LAYERS = 8, 64, 2, 2
 VOCABULARY, ROWS, LENGTH = 512, 4, 256
 LIMIT, EVERY = 1.15, 10
@@ -58,42 +54,18 @@ KINDS: dict[str, dict[str, Any] | None] = {
 BIAS = "e_score_correction_bias"
 
 
-def model() -> nn.Module:
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        first_k_dense_replace=0,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-        kv_lora_rank=16,
-        q_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-    )
-    with torch.device("meta"):
-        made: nn.Module = AutoModelForCausalLM.from_config(config).train()
-    return made
+MODEL: Fields = llama(64, LAYERS, 4, inner=128, kv=4, vocabulary=VOCABULARY, positions=LENGTH)
+MODEL |= {"model_type": "deepseek_v3", "moe_intermediate_size": 64, "first_k_dense_replace": 0}
+MODEL |= {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "n_group": 1, "topk_group": 1}
+MODEL |= {"n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": 32}
+MODEL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 
 
 def batch(rank: int, step: int) -> StepBatch:
     """This rank's rows of a step: random tokens."""
-    ids = torch.randint(VOCABULARY, (ROWS * WORLD, LENGTH + 1), generator=torch.Generator().manual_seed(step))
-    mine = ids[rank * ROWS : (rank + 1) * ROWS]
-    positions = torch.arange(LENGTH).expand(ROWS, -1)
-    rows = torch.arange(rank * ROWS, (rank + 1) * ROWS)
-    micro = MicroBatch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, rows)
-    return StepBatch(step, list(range(ROWS * WORLD)), [micro], torch.tensor(float(ROWS * LENGTH)))
+    rows = ROWS * WORLD
+    micro = micro_batch(rows, LENGTH, VOCABULARY, share=rank, shares=WORLD, seed=step)
+    return StepBatch(step, list(range(rows)), [micro], torch.tensor(float(ROWS * LENGTH)))
 
 
 @dataclass
@@ -107,37 +79,37 @@ class Side:
     losses: list[float] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     """Of each step: the rows that this rank's experts computed, layer by layer."""
-    seconds: list[float] = field(default_factory=list)
     placed: list[tuple[int, Replacement, float]] = field(default_factory=list)
     """Step, what was placed anew, and the seconds that took."""
 
     @classmethod
     def of(cls, balance: dict[str, Any] | None, rank: int) -> Side:
         strategy = Strategy(axes={"shard": WORLD, "expert": WORLD}, expert_balance=balance, check=False)
-        made = parallelize(model(), strategy)
+        made = build(MODEL, strategy, lowering="fsdp")
         init_weights(made, seed=1)
-        handle, optimizer = sharded(made), build_optimizer(made, AdamWConfig(lr=1e-4))
-        recipe = Recipe(made, handle, optimizer, schedule(ScheduleConfig(name="constant"), 1), clip=1.0)
-        return cls(made, recipe, ExpertBalancer.of(handle, optimizer), rank)
+        recipe = recipe_of(made, lr=1e-4)
+        return cls(made, recipe, ExpertBalancer.of(recipe.handle, recipe.optimizer), rank)
 
     def step(self, number: int) -> StepResult:
         stepper = Stepper(self.recipe)
         stepper.begin(batch(self.rank, number))
         return stepper.run(load_next=None, memory=0.0)
 
-    def measure(self, number: int, counted: list[int]) -> None:
-        """One step, of the ranks together."""
+    def next(self, counted: list[int]) -> float:
+        """The next step, of the ranks together; its seconds."""
+        number = len(self.losses)
         counted.clear()
         results: list[StepResult] = []
-        self.seconds.append(timed(lambda: results.append(self.step(number)), WORLD))
+        seconds = timed(lambda: results.append(self.step(number)), WORLD)
         self.losses.append(results[0].loss)
         self.rows.append(list(counted))
         if self.balancer is not None and results[0].expert_loads is not None:
             loads, found = results[0].expert_loads, list[Replacement | None]()
             balancer = self.balancer
-            seconds = timed(lambda: found.append(balancer.after_step(loads)), WORLD)
+            placing = timed(lambda: found.append(balancer.after_step(loads)), WORLD)
             if found[0] is not None:
-                self.placed.append((number, found[0], seconds))
+                self.placed.append((number, found[0], placing))
+        return seconds
 
 
 def count_rows(counted: list[int]) -> None:
@@ -217,15 +189,13 @@ def worker(rank: int, world: int, skew: float, rounds: int, steps: int) -> dict[
         side.model.zero_grad(set_to_none=True)
     counted: list[int] = []
     count_rows(counted)
-    for number in range(steps):
-        kinds = list(KINDS)
-        for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
-            sides[kind].measure(number, counted)
+    turns = {kind: partial(side.next, counted) for kind, side in sides.items()}
+    seconds = in_turns(turns, steps, lambda step: step())
     found = {
         kind: {
             "losses": side.losses,
             "rows": side.rows,
-            "seconds": side.seconds,
+            "seconds": seconds[kind],
             "placed": [(n, vars(one), s) for n, one, s in side.placed],
             "received": received(side, steps),
             "same": [from_same_values(sides["none"], side, steps + 1 + at) for at in range(SAME)]
@@ -291,36 +261,33 @@ def needed() -> dict[str, dict[str, int]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--skew", type=float, nargs="*", default=[1.0, 1.2])
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=120, help="forward passes that set the routers' biases")
-    given = parser.parse_args()
+def main(
+    skew: tuple[float, ...] = (1.0, 1.2),
+    steps: int = 50,
+    rounds: Annotated[int, "forward passes that set the routers' biases"] = 120,
+) -> None:
+    """Measure, print, keep."""
     found = {}
-    for skew in given.skew:
-        ranks = run_ranks(worker, WORLD, skew, given.rounds, given.steps, timeout=1800)
-        found[f"zipf {skew}"] = result(ranks, settled=2 * EVERY)
-        for kind, side in found[f"zipf {skew}"].items():
+    for exponent in skew:
+        ranks = run_ranks(worker, WORLD, exponent, rounds, steps, timeout=1800)
+        found[f"zipf {exponent}"] = result(ranks, settled=2 * EVERY)
+        for kind, side in found[f"zipf {exponent}"].items():
             ratio, same = side["heaviest_rank_over_mean"]["median"], side["from_same_values"]
-            print(f"zipf {skew} {kind}: heaviest rank {ratio:.3f} × the mean; one step differs by {same}")
-    print(
-        write(
-            "expert_balance",
-            {
-                "workers": WORLD,
-                "experts": EXPERTS,
-                "experts_per_token": TOP_K,
-                "tokens_per_rank": ROWS * LENGTH,
-                "limit": LIMIT,
-                "every": EVERY,
-                "steps": given.steps,
-                "runs": found,
-                "replicas_needed": needed(),
-            },
-        )
+            print(f"zipf {exponent} {kind}: heaviest rank {ratio:.3f} × the mean; one step differs by {same}")
+    BENCHMARK.keep(
+        {
+            "workers": WORLD,
+            "experts": EXPERTS,
+            "experts_per_token": TOP_K,
+            "tokens_per_rank": ROWS * LENGTH,
+            "limit": LIMIT,
+            "every": EVERY,
+            "steps": steps,
+            "runs": found,
+            "replicas_needed": needed(),
+        }
     )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,27 +13,24 @@ docs/fidelity.md is written from the result.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import socket
 import statistics
-import sys
-import time
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import yaml
-from measure import RESULTS, machine, write
-from pages import DOCS, put
+import training
+from commandline import Only, run
+from fidelity_report import calibrated, error, errors
+from measure import RESULTS, timed
+from pages import Benchmark, table
+from processes import fresh, threads_of, workers
+from shapes import gpt2, llama
 
 from hyper_parallel import config
-from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
 from hyper_parallel.config import RunConfig
@@ -45,22 +42,13 @@ from hyper_parallel.graph.profile import Profiler
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import init_weights, parallelize
 from hyper_parallel.simulator import simulate
-from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.capture_train_step import batch_inputs, capture_step, state
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 
 CLUSTER = RESULTS / "fidelity-cluster.yaml"
 PARTIAL = RESULTS / "fidelity-partial.json"
-PAGE = DOCS / "fidelity.md"
 WARM, STEPS = 3, 12
 """Steps before the clock, and measured ones."""
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 2048,
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ class Case:
     @property
     def run(self) -> RunConfig:
         """Its run file."""
-        tree = {
+        given = {
             "version": 1,
             "out": "runs/fidelity",
             "model": {"config": self.model},
@@ -89,17 +77,11 @@ class Case:
             "train": {"batch": self.batch, "optimizer": {"name": "adamw", "lr": 1e-4}},
             "strategy": {"axes": self.axes, **self.strategy},
         }
-        path = RESULTS / f".fidelity-{os.getpid()}.yaml"
-        path.write_text(yaml.safe_dump(tree))
-        try:
-            return config.load(path)
-        finally:
-            path.unlink()
+        return config.from_dict(given, source="fidelity")
 
 
-def _llama(hidden: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers}
-    return {**LLAMA, **sizes, "num_attention_heads": heads, "num_key_value_heads": heads // 2, **more}
+def _llama(hidden: int, layers: int, heads: int, *, tied: bool = False) -> dict[str, Any]:
+    return llama(hidden, layers, heads, positions=2048, tie_word_embeddings=tied)
 
 
 def _case(
@@ -108,14 +90,8 @@ def _case(
     return Case(model, length, batch, axes or {}, strategy)
 
 
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 4096,
-    "n_embd": 384,
-    "n_layer": 6,
-    "n_head": 6,
-    "n_positions": 512,
-}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+GPT2 = gpt2(384, 6, 6, vocabulary=4096, positions=512, **NO_DROPOUT)
 GEMMA = {
     "model_type": "gemma2", "vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
     "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64, "sliding_window": 128,
@@ -126,12 +102,12 @@ MIXTRAL = {
 }  # fmt: skip
 
 CASES = {
-    "llama, width 256, length 256, tied": _case(_llama(256, 6, 8, tie_word_embeddings=True), 256, 8),
+    "llama, width 256, length 256, tied": _case(_llama(256, 6, 8, tied=True), 256, 8),
     "llama, width 512, length 512": _case(_llama(512, 8, 8), 512, 4),
     "llama, width 768, length 256": _case(_llama(768, 6, 12), 256, 4),
     "llama, width 1024, length 128": _case(_llama(1024, 4, 16), 128, 8),
     "llama, width 256, length 1024": _case(_llama(256, 6, 8), 1024, 2),
-    "gpt2, width 384": _case({**GPT2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, 256, 8),
+    "gpt2, width 384": _case(GPT2, 256, 8),
     "gemma2, width 384": _case(GEMMA, 256, 4),
     "mixtral, 8 experts": _case(MIXTRAL, 256, 4),
     "llama, 4 workers, shard 4": _case(_llama(512, 6, 8), 256, 8, {"shard": 4}),
@@ -149,72 +125,37 @@ CASES = {
 
 def measure(case: Case) -> list[float]:
     """Seconds of each step, the slowest worker's."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    threads = max(1, len(os.sched_getaffinity(0)) // case.workers)
-    started = [
-        context.Process(target=_worker, args=(rank, case, port, threads, queue))
-        for rank in range(case.workers)
-    ]
-    for process in started:
-        process.start()
-    found = []
-    while len(found) < case.workers:
-        if any(process.exitcode not in (None, 0) for process in started):
-            for process in started:
-                process.terminate()
-            raise RuntimeError("a worker failed; its traceback is above")
-        if not queue.empty():
-            found.append(queue.get())
-        time.sleep(0.05)
-    for process in started:
-        process.join()
-    return [max(times) for times in zip(*found, strict=True)]
+    threads = threads_of(case.workers)
+    if case.workers == 1:
+        return list(fresh(worker, 0, 1, case, threads=threads))
+    return list(workers(worker, case.workers, case, threads=threads)[0])
 
 
-def _worker(rank: int, case: Case, port: int, threads: int, queue: Any) -> None:
-    torch.set_num_threads(threads)
-    if case.workers > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.workers
-        )
-    run = _prepared(case, rank)[1]
+def worker(rank: int, world: int, case: Case) -> list[float]:
+    """Seconds of each step, on one of the workers."""
+    torch.set_num_threads(threads_of(world))
+    step = _prepared(case, rank)[1]
     for _ in range(WARM):
-        run()
-    times = []
-    for _ in range(STEPS):
-        if case.workers > 1:
-            dist.barrier()
-        begun = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begun)
-    queue.put(times)
-    if case.workers > 1:
-        dist.destroy_process_group()
+        step()
+    return [timed(step, world) for _ in range(STEPS)]
 
 
 def _prepared(case: Case, rank: int = 0, *, profiled: bool = False) -> tuple[Any, Any]:
     """The executable, or its profiler, of a case, and what runs one step of it."""
     from hyper_parallel.graph import executable
 
-    run = case.run
-    model = model_of(run, [])
-    parallelize(model, run.effective_strategy, lowering="traceable")
-    init_weights(model, run.seed)
-    recipe = Recipe.of(run, model)
-    rows, length = micro_batch(run), run.data.sequence
-    strategy = run.effective_strategy
-    step = rewritten(capture_step(recipe, BatchShape(((rows, length),), (False,))), passes(strategy))
+    given = case.run
+    strategy = given.effective_strategy
+    model = model_of(given, [])
+    parallelize(model, strategy, lowering="traceable")
+    init_weights(model, given.seed)
+    recipe = Recipe.of(given, model)
+    rows, length = micro_batch(given), given.data.sequence
+    step = rewritten(capture_step(recipe, training.shape_of(rows, length)), passes(strategy))
     ran: Any = Profiler(step, backend("cpu").Clock(), _balanced(step)) if profiled else executable(step)
     held = {name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()}
-    draw = torch.Generator().manual_seed(rank)
-    ids = torch.randint(4096, (rows, length + 1), generator=draw)
-    positions = torch.arange(length).expand(rows, -1).contiguous()
-    micro = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, torch.arange(rows))
-    tokens = torch.tensor(float(run.train.batch * length))
+    micro = training.micro_batch(rows, length, 4096, seed=rank)
+    tokens = torch.tensor(float(given.train.batch * length))
     count = 0
 
     def host(point: str, values: Any) -> torch.Tensor | None:
@@ -225,8 +166,8 @@ def _prepared(case: Case, rank: int = 0, *, profiled: bool = False) -> tuple[Any
 
     def one() -> None:
         nonlocal count
-        given = batch_inputs([micro], torch.tensor(count), tokens, torch.tensor(1.0, dtype=torch.float64))
-        ran.run({**held, **given}, host)
+        inputs = batch_inputs([micro], torch.tensor(count), tokens, torch.tensor(1.0, dtype=torch.float64))
+        ran.run({**held, **inputs}, host)
         count += 1
 
     return ran, one
@@ -241,15 +182,15 @@ def _balanced(step: Any) -> dict[Any, int]:
 # Operators
 
 
-def operators(name: str, cluster: Cluster) -> None:
+def by_operator(name: str, cluster: Cluster) -> None:
     """Print where a case's prediction and measurement differ."""
     case = CASES[name]
-    profiler, run = _prepared(case, profiled=True)
+    profiler, step = _prepared(case, profiled=True)
     for _ in range(WARM):
-        run()
+        step()
     profiler._runs.clear()
     for _ in range(STEPS):
-        run()
+        step()
     measured = profiler.timeline(device="here")
     trace = lower({"all": profiler._step}, sizes=_balanced(profiler._step))
     predicted = simulate(trace, cluster.for_workers(1), masking=False)
@@ -273,59 +214,20 @@ def operators(name: str, cluster: Cluster) -> None:
 # The whole
 
 
-def main() -> None:
-    """Measure what is not measured yet, and write the result and the page."""
-    arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    arguments.add_argument("--cluster", type=Path, help="an earlier calibration of this machine")
-    arguments.add_argument("--again", action="store_true", help="forget what was measured before")
-    arguments.add_argument("--only", help="cases whose name holds this")
-    arguments.add_argument("--operators", metavar="CASE", help="show a case's differences by operator")
-    given = arguments.parse_args()
-    if given.again:
-        CLUSTER.unlink(missing_ok=True)
-        PARTIAL.unlink(missing_ok=True)
-    cluster = _cluster(given.cluster)
-    if given.operators:
-        operators(next(name for name in CASES if given.operators in name), cluster)
-        return
-    done: dict[str, Any] = json.loads(PARTIAL.read_text()) if PARTIAL.exists() else {}
-    for name, case in CASES.items():
-        if given.only and given.only not in name:
-            continue
-        if name not in done:
-            times = measure(case)
-            done[name] = {"workers": case.workers, "measured": statistics.median(times), "steps": times}
-            PARTIAL.write_text(json.dumps(done))
-        # Predicted anew: it is quick, and the cost model may have changed.
-        done[name]["predicted"] = predict_run(case.run, cluster.for_workers(case.workers)).timeline.step
-        print(_line(name, done[name]), flush=True)
-    if given.only:
-        return
-    summary = {str(n): _errors([one for one in done.values() if one["workers"] == n]) for n in (1, 4)}
-    write("fidelity", {"cases": done, "errors": summary, "device": _rates(cluster)})
-    PARTIAL.unlink(missing_ok=True)
-    CLUSTER.unlink(missing_ok=True)
-    put(PAGE, "fidelity.py", _page(done, summary).splitlines())
-    print(f"written: {RESULTS / 'fidelity.json'}, {PAGE}")
-
-
-def _cluster(path: Path | None) -> Cluster:
-    if path is not None:
-        CLUSTER.write_text(path.read_text())
-    if not CLUSTER.exists():
-        calibrate(Settings(workers=4, folder=RESULTS), lambda said: print(said, file=sys.stderr)).dump(
-            CLUSTER
-        )
-    return Cluster.load(CLUSTER)
+def _here(given: str) -> Cluster:
+    """This machine, as an interrupted run has measured it."""
+    if given:
+        CLUSTER.write_text(Path(given).read_text())
+    return calibrated(4, CLUSTER, str(CLUSTER) if CLUSTER.exists() else None)
 
 
 def _rates(cluster: Cluster) -> dict[str, dict[str, Any]]:
     """What the calibration came to, in a few numbers, by the number of workers that compute at once."""
     found = {}
-    for workers in sorted({case.workers for case in CASES.values()}):
-        device = cluster.for_workers(workers).device
+    for count in sorted({case.workers for case in CASES.values()}):
+        device = cluster.for_workers(count).device
         assert device is not None, "a calibration describes the device"
-        found[str(workers)] = {
+        found[str(count)] = {
             "matrix FLOP/s": dict(device.matrix),
             "memory B/s": device.memory.read,
             "launch s": device.launch,
@@ -333,49 +235,79 @@ def _rates(cluster: Cluster) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _error(one: dict[str, Any]) -> float:
-    return float(one["predicted"] / one["measured"] - 1)
-
-
-def _errors(found: list[dict[str, Any]]) -> dict[str, float]:
-    errors = [abs(_error(one)) for one in found]
-    return {"mean": statistics.mean(errors), "worst": max(errors), "cases": float(len(errors))}
-
-
-def _spread(one: dict[str, Any]) -> float:
+def _spread(one: Mapping[str, Any]) -> float:
     """(Third quartile − first) / median of the measured steps: how quiet the machine was."""
     first, _, third = statistics.quantiles(one["steps"], n=4)
     return float((third - first) / one["measured"])
 
 
-def _line(name: str, one: dict[str, Any]) -> str:
-    return (
-        f"{name:40} predicted {one['predicted'] * 1e3:8.1f} ms  measured {one['measured'] * 1e3:8.1f} ms "
-        f"(spread {_spread(one):4.0%})  error {_error(one):+6.1%}"
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The part of docs/fidelity.md."""
+    where = result["machine"]
+    for count, found in result["errors"].items():
+        yield (
+            f"{count} worker{'s' * (count != '1')}: mean absolute error {found['mean']:.1%}, "
+            f"worst {found['worst']:.1%} of {found['cases']:.0f} cases."
+        )
+    yield ""
+    yield (
+        f"Measured on {where['cpu']}, {where['cores']} cores, PyTorch {where['torch']}. Milliseconds a step; spread "
+        "is the"
+    )
+    yield "distance between the quartiles of the measured steps, as a share of their median."
+    yield ""
+
+    def row(name: str, one: Mapping[str, Any]) -> Iterator[str]:
+        yield name
+        yield from (f"{one[which] * 1e3:.1f}" for which in ("predicted", "measured"))
+        yield from (f"{_spread(one):.0%}", f"{error(one):+.1%}")
+
+    yield from table(
+        "Case | predicted | measured | spread | error",
+        (tuple(row(name, one)) for name, one in result["cases"].items()),
     )
 
 
-def _page(done: dict[str, Any], summary: dict[str, dict[str, float]]) -> str:
-    where = machine()
-    rows = [
-        f"| {name} | {one['predicted'] * 1e3:.1f} | {one['measured'] * 1e3:.1f} | {_spread(one):.0%} "
-        f"| {_error(one):+.1%} |"
-        for name, one in done.items()
-    ]
-    said = [
-        f"{workers} worker{'s' * (workers != '1')}: mean absolute error {found['mean']:.1%}, "
-        f"worst {found['worst']:.1%} of {found['cases']:.0f} cases.\n"
-        for workers, found in summary.items()
-    ]
-    return f"""{"".join(said)}
-Measured on {where["cpu"]}, {where["cores"]} cores, PyTorch {where["torch"]}. Milliseconds a step; spread is the
-distance between the quartiles of the measured steps, as a share of their median.
+BENCHMARK = Benchmark("fidelity", {"fidelity.md": page})
 
-| Case | predicted | measured | spread | error |
-|---|---|---|---|---|
-{chr(10).join(rows)}
-"""
+
+def main(
+    cluster: Annotated[str, "an earlier calibration of this machine"] = "",
+    again: Annotated[bool, "forget what was measured before"] = False,
+    only: Only = "",
+    operators: Annotated[str, "show the differences by operator of the case that has this in its name"] = "",
+) -> None:
+    """Measure what is not measured yet, and write the result and the page."""
+    if again:
+        CLUSTER.unlink(missing_ok=True)
+        PARTIAL.unlink(missing_ok=True)
+    here = _here(cluster)
+    if operators:
+        by_operator(next(name for name in CASES if operators in name), here)
+        return
+    done: dict[str, Any] = json.loads(PARTIAL.read_text()) if PARTIAL.exists() else {}
+    for name, case in CASES.items():
+        if only not in name:
+            continue
+        if name not in done:
+            times = measure(case)
+            done[name] = {"workers": case.workers, "measured": statistics.median(times), "steps": times}
+            PARTIAL.write_text(json.dumps(done))
+        # Predicted anew: it is quick, and the cost model may have changed.
+        one = done[name]
+        one["predicted"] = predict_run(case.run, here.for_workers(case.workers)).timeline.step
+        print(
+            f"{name:40} predicted {one['predicted'] * 1e3:8.1f} ms  measured {one['measured'] * 1e3:8.1f} ms "
+            f"(spread {_spread(one):4.0%})  error {error(one):+6.1%}",
+            flush=True,
+        )
+    if only:
+        return
+    summary = {str(n): errors(one for one in done.values() if one["workers"] == n) for n in (1, 4)}
+    BENCHMARK.keep({"cases": done, "errors": summary, "device": _rates(here)})
+    PARTIAL.unlink(missing_ok=True)
+    CLUSTER.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,160 +13,126 @@ one that `train` accepts has to come out right. Writes ``benchmarks/results/fuzz
 
 from __future__ import annotations
 
-import argparse
-import collections
 import itertools
-import multiprocessing
-import re
-import signal
-import sys
-import tempfile
 import time
-from pathlib import Path
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from campaigns import general, in_processes, limited
+from commandline import run
+from measure import write
+from processes import scratch
 
 LIMIT_S = 120
 """A case that takes longer hangs."""
+VERDICTS = ("right", "refused", "wrong")
+Verdict = tuple[str, str, str, float]
+"""Status, family, detail, seconds."""
 
 
-def run(number: int) -> tuple[int, str, str, str, float]:
-    """(number, status, family, detail, seconds)."""
+def step(number: int) -> Verdict:
+    """A training step under a strategy."""
     import torch
 
     from hyper_parallel.verify.fuzz import draw_case
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _hung)
-    signal.alarm(LIMIT_S)
     start = time.monotonic()
-    case = draw_case(number)
-    cell = case.run()
-    signal.alarm(0)
-    detail = cell.detail
-    if cell.status == "wrong":
-        detail = (
-            f"{detail} | {dict(case.strategy)} {dict(case.train)} length {case.length} {dict(case.family)}"
-        )
-    return number, cell.status, cell.family, detail, time.monotonic() - start
+    with limited(LIMIT_S):
+        case = draw_case(number)
+        cell = case.run()
+    told = f" | {dict(case.strategy)} {dict(case.train)} length {case.length} {dict(case.family)}"
+    detail = cell.detail + told * (cell.status == "wrong")
+    return cell.status, cell.family, detail, time.monotonic() - start
 
 
-def run_a_file(number: int) -> tuple[int, str, str, str, float]:
-    """The same of a whole run file."""
+def file(number: int) -> Verdict:
+    """A whole run file."""
     import torch
 
     from hyper_parallel.verify.fuzz_files import run_file
 
     torch.set_num_threads(1)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        cell = run_file(number, Path(folder))
-    detail = cell.detail if cell.status != "wrong" else f"{cell.detail} | {cell.strategy}"
-    return number, cell.status, cell.family, detail, time.monotonic() - start
+    with scratch() as folder:
+        cell = run_file(number, folder)
+    detail = cell.detail + f" | {cell.strategy}" * (cell.status == "wrong")
+    return cell.status, cell.family, detail, time.monotonic() - start
 
 
-def check_files(wanted: int, first: int, workers: int) -> int:
-    """Draw run files until `train` accepts `wanted` of them; 0 when all of these pass `verify`."""
-    counts: collections.Counter[str] = collections.Counter()
-    reasons: collections.Counter[str] = collections.Counter()
-    families: collections.Counter[str] = collections.Counter()
-    faults, start, number = [], time.monotonic(), first
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for number, verdict, family, detail, _ in pool.imap(run_a_file, itertools.count(first)):
-            counts[verdict] += 1
-            if verdict == "refused":
-                reasons[_general(detail)] += 1
-            else:
-                families[family] += 1
-            if verdict == "wrong":
-                faults.append({"file": number, "detail": detail})
-                print(f"file {number}: {detail}", flush=True)
-            accepted = counts["right"] + counts["wrong"]
-            if accepted and accepted % 20 == 0 and verdict != "refused":
-                print(f"{accepted} of {wanted}: {dict(counts)}, {time.monotonic() - start:.0f} s", flush=True)
-            if accepted == wanted:
-                pool.terminate()
-                break
-    result = {
-        "accepted_by_train": wanted,
-        "first": first,
-        "last": number,
-        **{verdict: counts[verdict] for verdict in ("right", "wrong", "refused")},
-        "seconds": round(time.monotonic() - start),
-        "accepted_by_family": dict(sorted(families.items())),
-        "reasons_of_refusals": dict(reasons.most_common()),
-        "faults": faults,
-    }
-    import measure
+@dataclass
+class Tally:
+    """What the cases came to."""
 
-    print("written to", measure.write("fuzz-files", result))
-    return 1 if faults else 0
+    status: Counter[str] = field(default_factory=Counter)
+    families: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    reasons: Counter[str] = field(default_factory=Counter)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    longest: float = 0.0
+    began: float = field(default_factory=time.monotonic)
 
+    def count(self, number: int, verdict: Verdict) -> None:
+        """Count a case, and say what is wrong."""
+        status, family, detail, seconds = verdict
+        self.status[status] += 1
+        self.families[family][status] += 1
+        self.longest = max(self.longest, seconds)
+        if status == "refused":
+            self.reasons[general(detail)[:160]] += 1
+        if status == "wrong":
+            self.faults.append({"case": number, "detail": detail})
+            print(f"case {number}: {detail}", flush=True)
+        if self.status.total() % 100 == 0:
+            print(f"{dict(self.status)}, {time.monotonic() - self.began:.0f} s", flush=True)
 
-def _general(reason: str) -> str:
-    """A refusal without its numbers and names, to be counted with others like it."""
-    return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'…'", reason))[:160]
-
-
-def _hung(*_: object) -> None:
-    raise TimeoutError(f"a case took more than {LIMIT_S} s")
+    def result(self, **more: Any) -> dict[str, Any]:
+        """The figures, printed too."""
+        families = {name: dict(self.families[name]) for name in sorted(self.families)}
+        for name, counts in families.items():
+            print(f"{name:14} " + " ".join(f"{counts.get(verdict, 0):6} {verdict}" for verdict in VERDICTS))
+        for reason, count in self.reasons.most_common():
+            print(f"{count:6}  {reason}")
+        return {
+            **more,
+            **{verdict: self.status[verdict] for verdict in VERDICTS},
+            "seconds": round(time.monotonic() - self.began),
+            "longest_case_s": round(self.longest, 1),
+            "by_family": families,
+            "reasons": dict(self.reasons.most_common()),
+            "faults": self.faults,
+        }
 
 
-def main() -> int:
-    """Run the cases; 0 when none is at fault and at least 60% are right."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=5000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--files", type=int, help="whole run files: how many that train accepts")
-    given = parser.parse_args()
-    if given.files:
-        return check_files(given.files, given.first, given.workers)
-    numbers = range(given.first, given.first + given.cases)
-    status: collections.Counter[str] = collections.Counter()
-    by_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    reasons: collections.Counter[str] = collections.Counter()
-    faults: list[dict[str, Any]] = []
-    start, longest = time.monotonic(), 0.0
-    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
-        for done, (number, verdict, family, detail, took) in enumerate(
-            pool.imap_unordered(run, numbers, 4), 1
-        ):
-            status[verdict] += 1
-            by_family[family][verdict] += 1
-            longest = max(longest, took)
-            if verdict == "refused":
-                reasons[_general(detail)] += 1
-            if verdict == "wrong":
-                faults.append({"case": number, "detail": detail})
-                print(f"case {number}: {detail}", flush=True)
-            if done % 100 == 0 or done == given.cases:
-                print(
-                    f"{done} of {given.cases}: {dict(status)}, {time.monotonic() - start:.0f} s", flush=True
-                )
-    result = {
-        "cases": given.cases,
-        "first": given.first,
-        **{verdict: status[verdict] for verdict in ("right", "refused", "wrong")},
-        "right_share": status["right"] / given.cases,
-        "seconds": round(time.monotonic() - start),
-        "longest_case_s": round(longest, 1),
-        "by_family": {family: dict(counts) for family, counts in sorted(by_family.items())},
-        "reasons": dict(reasons.most_common()),
-        "faults": faults,
-    }
-    print(f"\n{'family':14} right refused wrong")
-    for family, counts in sorted(by_family.items()):
-        print(f"{family:14} {counts['right']:5} {counts['refused']:7} {counts['wrong']:5}")
-    for reason, count in reasons.most_common():
-        print(f"{count:6}  {reason}")
-    if given.cases >= 1000:
-        import measure
+def tallied(case: Callable[[int], Verdict], numbers: Iterable[int], workers: int, accepted: int = 0) -> Tally:
+    """Run cases, until so many were accepted if it is given."""
+    tally = Tally()
+    for number, verdict in in_processes(case, numbers, workers, per_process=200):
+        tally.count(number, verdict)
+        if accepted and tally.status.total() - tally.status["refused"] >= accepted:
+            break
+    return tally
 
-        print("written to", measure.write("fuzz", result))
-    return 0 if not faults and result["right_share"] >= 0.6 else 1
+
+def main(
+    cases: int = 5000,
+    first: int = 0,
+    workers: int = 2,
+    files: Annotated[int, "whole run files: how many that train accepts"] = 0,
+) -> bool:
+    """Run the cases; whether one is at fault, or fewer than 60% of strategies are right."""
+    if files:
+        tally = tallied(file, itertools.count(first), workers, files)
+        print(write("fuzz-files", tally.result(accepted_by_train=files, first=first)))
+        return bool(tally.faults)
+    tally = tallied(step, range(first, first + cases), workers)
+    share = tally.status["right"] / cases
+    result = tally.result(cases=cases, first=first, right_share=share)
+    if cases >= 1000:
+        print(write("fuzz", result))
+    return bool(tally.faults) or share < 0.6
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

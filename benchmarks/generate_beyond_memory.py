@@ -1,4 +1,4 @@
-"""Generation beyond the memory of the process: python benchmarks/generate_beyond_memory.py [--cases weights,context]
+"""Generation beyond the memory of the process: python benchmarks/generate_beyond_memory.py [--cases weights context]
 
 Two cases, each a Llama folder:
 
@@ -17,24 +17,19 @@ The tokens must be the same. Every run computes with one thread.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import resource
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from does_not_fit import private
-from measure import write
-from pages import DOCS, put
+from commandline import run
+from pages import Benchmark
+from processes import Died, fresh, private_bytes, scratch
+from shapes import llama, new_model
 
 
 @dataclass(frozen=True)
@@ -61,40 +56,21 @@ class Case:
         return row * (max(map(len, self.prompts)) + self.tokens - 1)
 
 
+SHAPE: dict[str, Any] = {"kv": 8, "head_dim": 64, "tie_word_embeddings": False}
 CASES = {
     "weights": Case(
         headroom=112 << 20,
         budget="72MiB",
         prompts=[[(7 * row + place) % 4000 for place in range(20 + 30 * row)] for row in range(4)],
         tokens=12,
-        config={
-            "hidden_size": 1024,
-            "intermediate_size": 2752,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 4096,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": False,
-        },
+        config=llama(1024, 6, 16, inner=2752, vocabulary=4096, positions=512, **SHAPE),
     ),
     "context": Case(
         headroom=95 << 20,
         budget="65MiB",
         prompts=[[(7 * place + place // 90) % 500 for place in range(4096)], list(range(40))],
         tokens=8,
-        config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 512,
-            "max_position_embeddings": 4224,
-            "tie_word_embeddings": False,
-        },
+        config=llama(64, 24, 8, inner=128, vocabulary=512, positions=4224, **SHAPE),
         settings={"page": 48},
     ),
 }
@@ -106,20 +82,7 @@ RUNS = {
 """Name to whether the process is limited, and whether it has a budget."""
 
 
-def make(folder: Path, config: dict[str, Any]) -> None:
-    """Write a model with new weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**config, eos_token_id=None, bos_token_id=None))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    model.save_pretrained(folder)
-
-
-def child(case: Case, name: str, folder: Path) -> None:
+def answered(case: Case, limited: bool, budgeted: bool, folder: Path) -> dict[str, Any]:
     """One run, in this process."""
     import torch
 
@@ -128,13 +91,12 @@ def child(case: Case, name: str, folder: Path) -> None:
 
     torch.set_num_threads(1)
     backend().return_memory(least=1 << 14)
-    limited, budgeted = RUNS[name]
     memory = {"device": case.budget, "flash": str(folder / "spill")} if budgeted else None
     # A tiny model imports everything, and starts the threads.
     with Generator(folder / "tiny", memory=memory, max_tokens=2, **case.settings) as generator:
         generator(case.prompts[-1:])
     gc.collect()
-    base = private()
+    base = private_bytes()
     if limited:
         resource.setrlimit(resource.RLIMIT_DATA, (base + case.headroom,) * 2)
     began = time.perf_counter()
@@ -144,7 +106,7 @@ def child(case: Case, name: str, folder: Path) -> None:
         answers = [answer.tokens for answer in generator(case.prompts)]
         seconds = time.perf_counter() - loaded
         plan = None if generator.memory is None else generator.memory.plan
-        report = {
+        return {
             "tokens": answers,
             "load_s": loaded - began,
             "generate_s": seconds,
@@ -155,31 +117,24 @@ def child(case: Case, name: str, folder: Path) -> None:
             "read_by_a_pass": None if plan is None else plan.read + plan.cache.read,
             "requests_at_once": None if plan is None else plan.requests,
         }
-    print(json.dumps(report))
 
 
 def measured(name: str, case: Case) -> dict[str, Any]:
     """All runs of a case."""
-    folder = Path(tempfile.mkdtemp(prefix="beyond-memory-", dir=Path(__file__).parent))
     found: dict[str, Any] = {}
-    try:
-        make(folder / "model", case.config)
-        make(folder / "tiny", case.tiny)
+    with scratch(on_disk=True) as folder:
+        new_model(case.config, scale=2.0).save_pretrained(folder / "model")
+        new_model(case.tiny, scale=2.0).save_pretrained(folder / "tiny")
         weights = (folder / "model" / "model.safetensors").stat().st_size
-        for run in RUNS:
-            command = [sys.executable, __file__, "--child", name, run, str(folder)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if done.returncode == 0:
-                one = found[run] = json.loads(done.stdout.splitlines()[-1])
+        for which, kind in RUNS.items():
+            try:
+                one = fresh(answered, case, *kind, folder, MALLOC_MMAP_THRESHOLD_="65536")
                 shown = f"{one['load_s']:.1f} s to load, {one['generate_s']:.1f} s to answer; {one['moved']}"
-            else:
-                said = [line for line in done.stderr.splitlines() if line.strip()]
-                found[run] = {"died": done.returncode, "said": said[-1] if said else ""}
-                shown = f"died ({done.returncode}): {found[run]['said'][:160]}"
-            print(f"{name}: {run}: {shown}", flush=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            except Died as died:
+                one = {"died": died.code, "said": died.said}
+                shown = f"died ({died.code}): {died.said[:160]}"
+            found[which] = one
+            print(f"{name}: {which}: {shown}", flush=True)
     plain, ours = found["plain, unlimited"], found["within a budget, limited"]
     summary = {
         "weights_of_headroom": weights / case.headroom,
@@ -191,44 +146,35 @@ def measured(name: str, case: Case) -> dict[str, Any]:
     return {"headroom": case.headroom, "summary": summary, "runs": found}
 
 
-def page(found: Mapping[str, Any]) -> Iterator[str]:
-    """The table of the page."""
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table of docs/inference-memory.md."""
     yield "| | Weights | Longest context | Unlimited | Limited | Limited, within a budget |"
     yield "|---|---|---|---|---|---|"
-    for name, case in found.items():
-        runs, summary = case["runs"], case["summary"]
-        plain, dead, ours = (runs[run] for run in RUNS)
+    for name in CASES:
+        runs, summary = result[name]["runs"], result[name]["summary"]
+        plain, dead, ours = (runs[which] for which in RUNS)
         died = "dies" if "died" in dead else f"{dead['generate_s']:.1f} s"
-        answered = (
-            f"{ours['generate_s']:.1f} s, the same tokens; {ours['moved']}"
-            if summary["same_tokens"]
-            else "fails"
-        )
+        told = "fails"
+        if summary["same_tokens"]:
+            told = f"{ours['generate_s']:.1f} s, the same tokens; {ours['moved']}"
         yield (
-            f"| {name}, headroom {case['headroom'] >> 20} MiB | {summary['weights_of_headroom']:.2f} of the headroom | "
-            f"{summary['longest_context_of_headroom']:.2f} of it | {plain['generate_s']:.1f} s | {died} | {answered} |"
+            f"| {name}, headroom {result[name]['headroom'] >> 20} MiB "
+            f"| {summary['weights_of_headroom']:.2f} of the headroom "
+            f"| {summary['longest_context_of_headroom']:.2f} of it | {plain['generate_s']:.1f} s | {died} | {told} |"
         )
 
 
-def main() -> int:
-    """Run all, print, keep; 1 where a run that should answer does not, or the other way round."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        name, run, folder = given.child
-        child(CASES[name], run, Path(folder))
-        return 0
-    found = {name: measured(name, CASES[name]) for name in given.cases.split(",")}
+BENCHMARK = Benchmark("generate_beyond_memory", {"inference-memory.md": page})
+
+
+def main(cases: Annotated[tuple[str, ...], tuple(CASES)] = tuple(CASES)) -> bool:
+    """Run all, print, keep; whether a run that should answer does not, or the other way round."""
+    found = {name: measured(name, CASES[name]) for name in cases}
     if set(found) == set(CASES):
-        print(write("generate_beyond_memory", found))
-        put(DOCS / "inference-memory.md", "generate_beyond_memory.py", page(found))
+        BENCHMARK.keep(found)
     summaries = [one["summary"] for one in found.values()]
-    return int(not all(one["same_tokens"] and one["plain_dies"] for one in summaries))
+    return not all(one["same_tokens"] and one["plain_dies"] for one in summaries)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

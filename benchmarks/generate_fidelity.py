@@ -13,24 +13,24 @@ the passes of the same composition. docs/inference-predictions.md is written fro
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from measure import RESULTS, machine, write
-from pages import DOCS, put
+from commandline import run
+from fidelity_report import calibrated, error, errors
+from measure import RESULTS, load, machine
+from pages import Benchmark, table
+from shapes import llama, random_prompts
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel import Generator
-from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config.generation_workload import GenerationWorkload
 from hyper_parallel.config.inference import Inference
@@ -43,20 +43,9 @@ from hyper_parallel.simulator.generation.pass_load import PassLoad, Piece
 from hyper_parallel.strategy import Strategy
 
 CLUSTER = RESULTS / "generate-fidelity-cluster.yaml"
-PAGE = DOCS / "inference-predictions.md"
 MODELS = {
-    "4 × 256": {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-    },
-    "12 × 512": {
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-    },
+    "4 × 256": llama(256, 4, 8, inner=1024, positions=2048),
+    "12 × 512": llama(512, 12, 8, inner=2048, positions=2048),
 }
 """Layers × width."""
 ROUNDS = 5
@@ -80,16 +69,9 @@ CASES = (
 )
 
 
-def llama(name: str, device: str = "cpu") -> nn.Module:
+def model_of(name: str, device: str = "cpu") -> nn.Module:
     """A Llama that no token ends."""
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=4096,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        eos_token_id=None,
-        **MODELS[name],
-    )
+    config = AutoConfig.for_model(**MODELS[name], eos_token_id=None)
     torch.manual_seed(0)
     with torch.device(device):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -98,13 +80,13 @@ def llama(name: str, device: str = "cpu") -> nn.Module:
 
 def predicted(name: str, case: Case, cluster: Cluster) -> dict[str, Any]:
     """Seconds of passes by composition, and of the batch."""
-    model = llama(name, "meta")
+    model = model_of(name, "meta")
     pricer = PassPricer(
         captured_pass(model, in_dtype(Strategy(version=1, check=False), model), name), cluster
     )
     work = GenerationWorkload(requests=case.requests, prompt_tokens=case.prompt, answer_tokens=case.answer)
-    run = simulate_run(pricer, work, Inference(**case.settings))
-    return {"seconds": run.seconds, "passes": run.passes, "pricer": pricer}
+    simulated = simulate_run(pricer, work, Inference(**case.settings))
+    return {"seconds": simulated.seconds, "passes": simulated.passes, "pricer": pricer}
 
 
 class Timed:
@@ -133,8 +115,7 @@ class Timed:
 
 def measured(generator: Generator, case: Case, seed: int) -> tuple[float, dict[Any, list[float]]]:
     """Seconds of a batch and of its passes."""
-    draws = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(4096, (case.prompt,), generator=draws).tolist() for _ in range(case.requests)]
+    prompts = random_prompts([case.prompt] * case.requests, 4096, seed=seed)
     settings = {key: value for key, value in case.settings.items() if key != "page"}
     with Timed() as timed:
         begun = time.perf_counter()
@@ -146,7 +127,7 @@ def measured(generator: Generator, case: Case, seed: int) -> tuple[float, dict[A
 def rows_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """A case: predicted and measured."""
     told = predicted(name, case, cluster)
-    generator = Generator(llama(name), page=case.settings["page"], rows=case.settings["rows"])
+    generator = Generator(model_of(name), page=case.settings["page"], rows=case.settings["rows"])
     measured(generator, case, 0)
     seconds, passes = [], defaultdict(list)
     for number in range(rounds):
@@ -156,10 +137,10 @@ def rows_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, A
             passes[key] += values
     kinds: dict[str, list[tuple[float, float]]] = {"prompts": [], "answers": []}
     for key, values in passes.items():
-        load = PassLoad.of([Piece(*piece) for piece in key], len(key))
+        pass_load = PassLoad.of([Piece(*piece) for piece in key], len(key))
         single = all(count == 1 for count, _ in key)
         if single or not any(count == 1 for count, _ in key):
-            cost = told["pricer"].price(load)
+            cost = told["pricer"].price(pass_load)
             kinds["answers" if single else "prompts"].append((cost.seconds, statistics.median(values)))
     tokens, own = case.requests * case.answer, statistics.median(seconds)
     found: dict[str, Any] = {
@@ -180,80 +161,61 @@ def rows_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, A
     return found
 
 
-def error(figure: dict[str, float]) -> float:
-    """Predicted over measured, less 1."""
-    return figure["predicted"] / figure["measured"] - 1
+KINDS = {
+    "prompts": "passes of prompts",
+    "answers": "passes that generate",
+    "tokens_per_second": "tokens/s of a batch",
+}
 
 
-def page_lines(rows: Sequence[dict[str, Any]], where: dict[str, Any]) -> list[str]:
-    """The rows as Markdown."""
-    parts = {
-        kind: [error(one[kind]) for one in rows if kind in one]
-        for kind in ("prompts", "answers", "tokens_per_second")
-    }
-    told = {
-        "prompts": "passes of prompts",
-        "answers": "passes that generate",
-        "tokens_per_second": "tokens/s of a batch",
-    }
-    lines = ["Mean absolute error: "]
-    lines[0] += ", ".join(
-        f"{told[kind]} {statistics.mean(map(abs, errors)):.1%} (worst {max(map(abs, errors)):.1%})"
-        for kind, errors in parts.items()
-    )
-    lines[0] += "."
-    lines += [
-        "",
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The part of docs/inference-predictions.md."""
+    rows, where = result["rows"], result["machine"]
+    off = {kind: errors(one[kind] for one in rows if kind in one) for kind in KINDS}
+    told = (f"{KINDS[kind]} {one['mean']:.1%} (worst {one['worst']:.1%})" for kind, one in off.items())
+    yield f"Mean absolute error: {', '.join(told)}."
+    yield ""
+    yield (
         f"Measured on {where['cpu']}, {where['cores']} cores, as many threads, PyTorch {where['torch']}. Milliseconds "
-        "of a pass.",
-        "",
-        "| Llama | Requests | Prompt | Answer | Prompts' pass: predicted | measured | error | Answers' pass: "
-        "predicted | measured | error | "
-        "Tokens/s: predicted | measured | error |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for one in rows:
-        cells = [one["model"], str(one["requests"]), str(one["prompt"]), str(one["answer"])]
-        for kind, scale in (("prompts", 1e3), ("answers", 1e3), ("tokens_per_second", 1.0)):
-            figure = one[kind]
-            cells += [
-                f"{figure['predicted'] * scale:.1f}",
-                f"{figure['measured'] * scale:.1f}",
-                f"{error(figure):+.1%}",
-            ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def main() -> None:
-    """Measure, predict, run and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "of a pass."
     )
-    parser.add_argument("--cluster", type=Path, help="A cluster file of this machine.")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--quick", action="store_true", help="Print the first two cases; write nothing.")
-    asked = parser.parse_args()
+    yield ""
+
+    def row(one: Mapping[str, Any]) -> Iterator[object]:
+        yield from (one["model"], one["requests"], one["prompt"], one["answer"])
+        for kind in KINDS:
+            scale = 1.0 if kind == "tokens_per_second" else 1e3
+            yield from (f"{one[kind][which] * scale:.1f}" for which in ("predicted", "measured"))
+            yield f"{error(one[kind]):+.1%}"
+
+    yield from table(
+        "Llama | Requests | Prompt | Answer | Prompts' pass: predicted | measured | error | Answers' pass: "
+        "predicted | measured | error | Tokens/s: predicted | measured | error",
+        (tuple(row(one)) for one in rows),
+        "l" + "r" * 12,
+    )
+
+
+BENCHMARK = Benchmark("generate_fidelity", {"inference-predictions.md": page})
+
+
+def main(
+    cluster: Annotated[str | None, "a cluster file of this machine"] = None,
+    rounds: int = ROUNDS,
+    quick: Annotated[bool, "print the first two cases; write nothing"] = False,
+) -> None:
+    """Measure, predict, run and write."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    if asked.cluster is None:
-        level = "quick" if asked.quick else "full"
-        cluster = calibrate(
-            Settings(workers=1, level=level, folder=RESULTS), lambda said: print(said, flush=True)
-        )
-        cluster.dump(CLUSTER)
-    else:
-        cluster = Cluster.load(asked.cluster)
+    here = calibrated(1, CLUSTER, cluster, "quick" if quick else "full")
     rows = []
     for name in MODELS:
-        for case in CASES[: 2 if asked.quick else None]:
-            rows.append(rows_of(name, case, cluster, asked.rounds))
+        for case in CASES[: 2 if quick else None]:
+            rows.append(rows_of(name, case, here, rounds))
             print(rows[-1], flush=True)
-    load = os.getloadavg()[0]
-    if not asked.quick:
-        write("generate_fidelity", {"machine": machine(), "load": load, "rows": rows})
-        put(PAGE, "generate_fidelity.py", page_lines(rows, machine()))
-    print("\n".join(page_lines(rows, machine())))
+    print(*page({"machine": machine(), "rows": rows}), sep="\n")
+    if not quick:
+        BENCHMARK.keep({"load": load(), "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,19 +11,19 @@ away, and may leave out a new page.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
-from measure import RESULTS, machine
+from commandline import run
+from pages import Benchmark, table
 
 from hyper_parallel.inference.kv_cache.eviction import SAMPLE, PredictedUse
 
 PAGE = 32
 """Tokens."""
-PAGES = Path(__file__).parents[1] / "docs/inference-memory.md"
 SHARES = (0.1, 0.25)
 """Sizes of the cache, as shares of all different pages that are used twice or more."""
 Request = tuple[Hashable, ...]
@@ -170,47 +170,39 @@ TRACES: dict[str, Callable[[random.Random], list[Request]]] = {
 }
 
 
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table of docs/inference-memory.md."""
+    rates = ("lru", "predicted", "belady")
+    yield from table(
+        "Trace | pages in the cache | LRU | predicted next use | Belady",
+        ((row["trace"], row["pages"], *(f"{row[rate]:.1f}%" for rate in rates)) for row in result["rows"]),
+    )
+
+
+BENCHMARK = Benchmark("generate_hit_rate", {"inference-memory.md": page})
+
+
 def main() -> None:
     """Measure and write."""
     rows = []
     for name, make in TRACES.items():
         trace = make(random.Random(f"trace of {name}"))
-        counts: dict[Hashable, int] = {}
-        for request in trace:
-            for key in request:
-                counts[key] = counts.get(key, 0) + 1
-        tokens = sum(map(len, trace))
+        counts = Counter(key for request in trace for key in request)
+        tokens = counts.total()
         again = sum(count > 1 for count in counts.values())
+        shown = {"trace": name, "requests": len(trace), "tokens": tokens * PAGE}
         for share in SHARES:
             room = int(share * again)
-            rates = {
+            found = {
                 "lru": hits(trace, room, Lru()),
                 "predicted": hits(trace, room, PredictedUse()),
                 "belady": optimum(trace, room),
             }
-            rows.append(
-                {
-                    "trace": name,
-                    "requests": len(trace),
-                    "tokens": tokens * PAGE,
-                    "pages": room,
-                    "share": share,
-                }
-                | {policy: round(100 * found / tokens, 2) for policy, found in rates.items()}
-            )
+            rates = {policy: round(100 * count / tokens, 2) for policy, count in found.items()}
+            rows.append({**shown, "pages": room, "share": share, **rates})
             print(rows[-1], flush=True)
-    result = {"machine": machine(), "page": PAGE, "rows": rows}
-    (RESULTS / "generate_hit_rate.json").write_text(json.dumps(result, indent=1) + "\n")
-    lines = ["| Trace | pages in the cache | LRU | predicted next use | Belady |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row['trace']} | {row['pages']} | {row['lru']:.1f}% | {row['predicted']:.1f}% | {row['belady']:.1f}% |"
-        for row in rows
-    ]
-    text = PAGES.read_text()
-    begin, end = "<!-- written by benchmarks/generate_hit_rate.py -->\n", "<!-- end -->"
-    head, _, rest = text.partition(begin)
-    PAGES.write_text(head + begin + "\n".join(lines) + "\n" + end + rest.partition(end)[2])
+    BENCHMARK.keep({"page": PAGE, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

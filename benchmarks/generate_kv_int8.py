@@ -10,19 +10,17 @@ the trained models also with groups of other sizes. Writes ``benchmarks/results/
 
 from __future__ import annotations
 
-import argparse
 import copy
-import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from generate_logprobs import model_of, spread
-from measure import write
-from pages import DOCS, put
+from commandline import run
+from generate_logprobs import SPREAD, family_model, logprobs_of, spread
+from measure import quiet
+from pages import Benchmark, table
+from shapes import llama, random_prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 from verify_generate import FAMILIES
 
@@ -42,25 +40,16 @@ def trained_model(steps: int) -> tuple[Any, list[list[int]], float]:
     torch.manual_seed(0)
     draws = torch.Generator().manual_seed(0)
     size, shares = 24, torch.tensor([0.5, 0.25, 0.15, 0.1])
-    table = torch.randint(size, (size, size, 4), generator=draws)
+    following = torch.randint(size, (size, size, 4), generator=draws)
 
     def text(rows: int, length: int) -> torch.Tensor:
         found = torch.randint(size, (rows, length), generator=draws)
         which = torch.multinomial(shares, rows * length, replacement=True, generator=draws).view(rows, length)
         for place in range(2, length):
-            found[:, place] = table[found[:, place - 2], found[:, place - 1], which[:, place]]
+            found[:, place] = following[found[:, place - 2], found[:, place - 1], which[:, place]]
         return found
 
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    model: Any = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(LlamaConfig(**llama(128, 2, 2, inner=256, kv=2, vocabulary=size)))
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
@@ -117,10 +106,7 @@ def measured(model: Any, prompts: list[list[int]], groups: tuple[int, ...] = ())
         rounded = replayed(model, texts, "int8")
         off, chosen = [], 0
         for own, other, answer in zip(rounded, exact, answers, strict=True):
-            places = torch.tensor(answer)[:, None]
-            off.append(
-                (own.log_softmax(-1).gather(1, places) - other.log_softmax(-1).gather(1, places))[:, 0]
-            )
+            off.append(logprobs_of(own, answer) - logprobs_of(other, answer))
             chosen += int((own.argmax(-1) == other.argmax(-1)).sum())
         result["groups"][str(group)] = {**spread(off), "chosen": chosen / (TOKENS * len(prompts))}
     int8_rows.GROUP = default
@@ -138,69 +124,70 @@ def _same(own: list[int], other: list[int]) -> int:
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The tables of docs/inference-int8.md."""
-    yield (
-        "| Model | dtype | bytes of a page, in int8 | difference of log-probabilities: median, 99%, largest | same "
-        "most likely token | greedy tokens before the first other one | margin |"
+
+    def row(family: str, dtype: str, one: Mapping[str, Any]) -> Iterator[str]:
+        found = one["groups"][str(int8_rows.GROUP)]
+        ratio = one["page_bytes"] / one["int8_page_bytes"]
+        yield from (
+            family,
+            dtype,
+            f"{one['page_bytes']}, {one['int8_page_bytes']}: 1/{ratio:.2f}",
+            off(found),
+        )
+        yield from (f"{found['chosen']:.1%}", f"{one['greedy']:.1%}", f"{one['margin']:.2g}")
+
+    def off(found: Mapping[str, float]) -> str:
+        return ", ".join(f"{found[which]:.2g}" for which in SPREAD)
+
+    yield from table(
+        "Model | dtype | bytes of a page, in int8 | difference of log-probabilities: median, 99%, largest | same most "
+        "likely token | greedy tokens before the first other one | margin",
+        (tuple(row(family, *one)) for family, of in result["families"].items() for one in of.items()),
     )
-    yield "|---|---|---|---|---|---|---|"
-    for family, of in result["families"].items():
-        for dtype, one in of.items():
-            found = one["groups"][str(int8_rows.GROUP)]
-            ratio = one["page_bytes"] / one["int8_page_bytes"]
-            yield (
-                f"| {family} | {dtype} | {one['page_bytes']}, {one['int8_page_bytes']}: 1/{ratio:.2f} | {_off(found)} "
-                f"| {found['chosen']:.1%} | {one['greedy']:.1%} | {one['margin']:.2g} |"
-            )
     yield ""
     yield (
         f"The trained model's loss is {result['loss']:.2f} nats; 3.18 would know nothing of its text, 1.21 all that "
         "can be known. With scales for other numbers of values (its heads have 64):"
     )
     yield ""
-    yield "| Model, float32 | " + " | ".join(f"{group} values a scale" for group in GROUPS) + " |"
-    yield "|---|" + "---|" * len(GROUPS)
-    for kind in (TRAINED, OUTLIERS):
-        groups = result["families"][kind]["float32"]["groups"]
-        yield f"| {kind} | " + " | ".join(_off(groups[str(group)]) for group in GROUPS) + " |"
+    groups = {kind: result["families"][kind]["float32"]["groups"] for kind in (TRAINED, OUTLIERS)}
+    yield from table(
+        "Model, float32 | " + " | ".join(f"{group} values a scale" for group in GROUPS),
+        ((kind, *(off(found[str(group)]) for group in GROUPS)) for kind, found in groups.items()),
+    )
 
 
-def _off(found: Mapping[str, float]) -> str:
-    return ", ".join(f"{found[which]:.2g}" for which in ("median", "p99", "largest"))
+BENCHMARK = Benchmark("generate_kv_int8", {"inference-int8.md": page})
 
 
-def main() -> int:
-    """Measure; 1 where the trained model's log-probabilities are off by more than 0.1 nats at the 99th percentile."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--families", help="only these, separated by commas; nothing is written")
-    parser.add_argument("--steps", type=int, default=500, help="of training")
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    families: dict[str, Any] = {}
+def main(
+    families: Annotated[tuple[str, ...], "only these; nothing is written"] = FAMILIES,
+    steps: Annotated[int, "of training"] = 500,
+) -> bool:
+    """Measure; whether the trained model's log-probabilities are off by more than 0.1 nats at the 99th percentile."""
+    quiet(threads=1)
+    found: dict[str, Any] = {}
     begun = time.perf_counter()
-    model, prompts, loss = trained_model(given.steps)
+    model, prompts, loss = trained_model(steps)
     print(f"trained in {time.perf_counter() - begun:.0f} s to a loss of {loss:.2f}", flush=True)
     for kind, trained in ((TRAINED, model), (OUTLIERS, with_outliers(model))):
-        families[kind] = {
+        found[kind] = {
             name: measured(copy.deepcopy(trained).to(dtype), prompts, GROUPS)
             for name, dtype in DTYPES.items()
         }
-        print(kind, families[kind], flush=True)
-    for family in given.families.split(",") if given.families else FAMILIES:
-        families[family] = {}
-        for name, dtype in DTYPES.items():
-            model = model_of(family, dtype)
-            vocabulary = model.config.get_text_config().vocab_size
-            draws = torch.Generator().manual_seed(1)
-            some = [torch.randint(vocabulary, (length,), generator=draws).tolist() for length in LENGTHS]
-            families[family][name] = measured(model, some)
-        print(family, families[family], flush=True)
-    if not given.families:
-        result = {"answers": len(LENGTHS), "tokens": TOKENS, "page": PAGE, "loss": loss, "families": families}
-        write(Path(__file__).stem, result)
-        put(DOCS / "inference-int8.md", Path(__file__).name, page(result))
-    return int(families[TRAINED]["float32"]["groups"][str(int8_rows.GROUP)]["p99"] > 0.1)
+        print(kind, found[kind], flush=True)
+    for family in families:
+        found[family] = {}
+        for name in DTYPES:
+            model = family_model(family, name)
+            some = random_prompts(LENGTHS, model.config.get_text_config().vocab_size)
+            found[family][name] = measured(model, some)
+        print(family, found[family], flush=True)
+    if tuple(families) == FAMILIES:
+        result = {"answers": len(LENGTHS), "tokens": TOKENS, "page": PAGE, "loss": loss, "families": found}
+        BENCHMARK.keep(result)
+    return bool(found[TRAINED]["float32"]["groups"][str(int8_rows.GROUP)]["p99"] > 0.1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -8,127 +8,99 @@ Differences are in nats. Writes ``benchmarks/results/generate_logprobs.json`` an
 
 from __future__ import annotations
 
-import argparse
 import copy
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from measure import write
-from pages import DOCS, put
-from transformers import AutoConfig, AutoModelForCausalLM
+from commandline import run
+from measure import quiet
+from pages import Benchmark, table
+from shapes import new_model, random_prompts
 
 from hyper_parallel.inference import Generator
 from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES
 
 LENGTHS, TOKENS = (1, 3, 31, 32, 33, 70, 5, 12), 32
+NAMES = tuple(sorted(set(FAMILIES) - set(WITH_IMAGES)))
+SPREAD = ("median", "p99", "largest")
 
 
-def model_of(family: str, dtype: torch.dtype) -> Any:
-    """A family of the matrix; no token ends an answer."""
-    torch.manual_seed(0)
-    fields = {**FAMILIES[family], "max_position_embeddings": 512}
-    kind, attention = fields.pop("model_type"), fields.pop("attn_implementation", "sdpa")
-    config = AutoConfig.for_model(kind, **fields)
-    model: Any = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, experts_implementation="eager", dtype=torch.float32
-    )
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    # Logits that are far enough apart for a greedy choice.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
-    return model.to(dtype).eval()
+def family_model(family: str, dtype: str = "float32") -> Any:
+    """A family of the matrix with new weights."""
+    return new_model({**FAMILIES[family], "max_position_embeddings": 512}, dtype=dtype)
 
 
 def logits_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """Float32 logits [len(tokens), V] of the model's own forward pass, before each token."""
     with torch.no_grad():
-        found: torch.Tensor = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].float()
-    return found[len(prompt) - 1 : -1]
+        logits: torch.Tensor = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].float()
+    return logits[len(prompt) - 1 : -1]
 
 
 def logprobs_of(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Of the tokens."""
+    """The log-probabilities [len(tokens)] of tokens."""
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def spread(parts: list[torch.Tensor]) -> dict[str, float]:
-    """Of absolute differences."""
+    """Median, 99th percentile and largest of absolute differences."""
     whole = torch.cat(parts).abs()
-    return {
-        "median": float(whole.median()),
-        "p99": float(whole.quantile(0.99)),
-        "largest": float(whole.max()),
-    }
+    return dict(zip(SPREAD, map(float, (whole.median(), whole.quantile(0.99), whole.max())), strict=True))
 
 
-def measured(family: str, dtype: torch.dtype) -> dict[str, Any]:
+def measured(family: str, dtype: str) -> dict[str, Any]:
     """One family."""
-    model = model_of(family, dtype)
-    draws = torch.Generator().manual_seed(1)
-    vocabulary = model.config.get_text_config().vocab_size
-    prompts = [torch.randint(vocabulary, (length,), generator=draws).tolist() for length in LENGTHS]
+    model = family_model(family, dtype)
+    prompts = random_prompts(LENGTHS, model.config.get_text_config().vocab_size)
     answers = Generator(model, max_tokens=TOKENS, logprobs=True)(prompts)
-    exact = copy.deepcopy(model).float() if dtype != torch.float32 else None
-    forward, in_float32, scale = [], [], 0.0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        own = torch.tensor(answer.logprobs)
-        logits = logits_of(model, prompt, answer.tokens)
-        scale = max(scale, float(logits.abs().max()))
-        forward.append(own - logprobs_of(logits, answer.tokens))
-        if exact is not None:
-            in_float32.append(own - logprobs_of(logits_of(exact, prompt, answer.tokens), answer.tokens))
-    result: dict[str, Any] = {"largest_logit": scale, "forward": spread(forward)}
-    if in_float32:
-        result["forward_in_float32"] = spread(in_float32)
+    passes = {"forward": model}
+    if dtype != "float32":
+        passes["forward_in_float32"] = copy.deepcopy(model).float()
+    result: dict[str, Any] = {"largest_logit": 0.0}
+    for name, reference in passes.items():
+        differences = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = logits_of(reference, prompt, answer.tokens)
+            if reference is model:
+                result["largest_logit"] = max(result["largest_logit"], float(logits.abs().max()))
+            differences.append(torch.tensor(answer.logprobs) - logprobs_of(logits, answer.tokens))
+        result[name] = spread(differences)
     return result
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The table of docs/inference.md."""
-    yield (
-        "| Family | float32: largest | of the largest logit | bfloat16: median, 99%, largest | against float32: "
-        "median, 99%, largest |"
-    )
-    yield "|---|---|---|---|---|"
-    for family, of in result["families"].items():
-        single, half = of["float32"], of["bfloat16"]
+
+    def row(family: str, single: Mapping[str, Any], half: Mapping[str, Any]) -> tuple[str, ...]:
         largest = single["forward"]["largest"]
         share = largest / max(single["largest_logit"], 1.0)
-        columns = [
-            ", ".join(f"{half[which][name]:.2g}" for name in ("median", "p99", "largest"))
-            for which in ("forward", "forward_in_float32")
-        ]
-        yield f"| {family} | {largest:.1e} | {share:.1e} | {columns[0]} | {columns[1]} |"
+        spreads = (half[which] for which in ("forward", "forward_in_float32"))
+        cells = (", ".join(f"{one[name]:.2g}" for name in SPREAD) for one in spreads)
+        return family, f"{largest:.1e}", f"{share:.1e}", *cells
+
+    yield from table(
+        "Family | float32: largest | of the largest logit | bfloat16: median, 99%, largest | against float32: "
+        "median, 99%, largest",
+        (row(family, of["float32"], of["bfloat16"]) for family, of in result["families"].items()),
+    )
 
 
-def main() -> int:
-    """Measure; 1 where a family is farther than 5e-5 in float32, of logits above 1 as a share of the largest."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--families", help="only these, separated by commas; nothing is written")
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    known = sorted(set(FAMILIES) - set(WITH_IMAGES))
-    families: dict[str, Any] = {}
-    far = 0
-    for family in given.families.split(",") if given.families else known:
-        families[family] = {
-            str(dtype).removeprefix("torch."): measured(family, dtype)
-            for dtype in (torch.float32, torch.bfloat16)
-        }
-        single = families[family]["float32"]
-        far += single["forward"]["largest"] > 5e-5 * max(single["largest_logit"], 1.0)
-        print(family, families[family], flush=True)
-    if not given.families:
-        result = {"answers": len(LENGTHS), "tokens": TOKENS, "families": families}
-        write("generate_logprobs", result)
-        put(DOCS / "inference.md", "generate_logprobs.py", page(result))
-    return int(far > 0)
+BENCHMARK = Benchmark("generate_logprobs", {"inference.md": page})
+
+
+def main(families: Annotated[tuple[str, ...], "only these; nothing is written"] = NAMES) -> bool:
+    """Measure; whether a family is farther than 5e-5 in float32, of logits above 1 as a share of the largest."""
+    quiet(threads=1)
+    rows: dict[str, Any] = {}
+    for family in families:
+        rows[family] = {dtype: measured(family, dtype) for dtype in ("float32", "bfloat16")}
+        print(family, rows[family], flush=True)
+    if families == NAMES:
+        BENCHMARK.keep({"answers": len(LENGTHS), "tokens": TOKENS, "families": rows})
+    single = [row["float32"] for row in rows.values()]
+    return any(one["forward"]["largest"] > 5e-5 * max(one["largest_logit"], 1.0) for one in single)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

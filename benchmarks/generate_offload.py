@@ -20,133 +20,68 @@ table of ``docs/inference-memory.md``, unless `--short`.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import os
-import shutil
-import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from commandline import run
 from generate_offload_cache import policies
-from generate_offload_weights import AccelerateDisk, Answers, StaticBatches, Work, generated
-from measure import paired_ratio, without_notes, write
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-from transformers.utils.logging import set_verbosity_error
+from generate_offload_weights import AccelerateDisk, StaticBatches
+from generation import (
+    Run,
+    Work,
+    answered,
+    circumstances,
+    drawn,
+    generated,
+    logit_gaps,
+    medians,
+    ratios,
+    table_of_rows,
+    turns,
+)
+from measure import load, quiet, ratio_text, without_notes
+from pages import Benchmark
+from processes import scratch
+from shapes import llama, new_model
 
 import hyper_parallel as hp
 from hyper_parallel import Generator
 
-MODEL: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-}
+MODEL = llama(256, 10, 8, kv=2, vocabulary=2048, positions=1024, tie_word_embeddings=False)
 CACHED = {**MODEL, "num_hidden_layers": 8, "num_key_value_heads": 8}
 """With more keys and values for its weights."""
 SHORT = {**MODEL, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "vocab_size": 256}
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Of static batches."""
-PAGE = "<!-- written by benchmarks/generate_offload.py -->"
-DOCS = Path(__file__).parents[1] / "docs" / "inference-memory.md"
-Run = Callable[[], Answers]
-
-
-def model_of(config: Mapping[str, Any]) -> Any:
-    """With new weights; no token ends an answer."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**config, eos_token_id=None, bos_token_id=None)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
-    return model
-
-
-def drawn(requests: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Work:
-    """Requests with lengths between those given."""
-    draws = torch.Generator().manual_seed(7)
-    sizes = torch.randint(prompts[0], prompts[1] + 1, (requests,), generator=draws).tolist()
-    lengths = torch.randint(answers[0], answers[1] + 1, (requests,), generator=draws).tolist()
-    return Work([torch.randint(4, 256, (size,), generator=draws).tolist() for size in sizes], lengths)
-
-
-def ours(generator: Generator, work: Work) -> Run:
-    """`Generator`, each request with its own length."""
-    each = [generator.settings.model_copy(update={"max_tokens": length}) for length in work.lengths]
-
-    def run() -> Answers:
-        requests = [generator.request(ids, chosen) for ids, chosen in zip(work.prompts, each, strict=True)]
-        found = dict(generator.run(requests))
-        return [found[place].tokens for place in range(len(requests))]
-
-    return run
+ROWS = ("weights on flash", "weights in host memory", "keys and values in host memory", "everything fits")
 
 
 def compared(model: Any, work: Work, runs: Mapping[str, Run], rounds: int) -> dict[str, Any]:
-    """Take turns; of each the seconds, and the ratio to the first one's. A first round is not counted; with
-    `rounds` 0 it is all there is."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    answers: dict[str, Answers] = {}
-    first = 1 if rounds else 0
-    for turn in range(first + max(rounds, 1)):
-        for name, run in runs.items():
-            gc.collect()
-            clock, processor = time.perf_counter(), time.process_time()
-            answers[name] = run()
-            if turn >= first:
-                found[name].append((time.perf_counter() - clock, time.process_time() - processor))
+    """Take turns; of each the seconds, and the ratio to the first one's."""
+    found = turns(runs, rounds)
     own = next(iter(runs))
     result: dict[str, Any] = {}
-    for name, pairs in found.items():
-        result[name] = {
-            "clock_s": statistics.median(one[0] for one in pairs),
-            "processor_s": statistics.median(one[1] for one in pairs),
-            "differences": differences(model, work, answers[own], answers[name]),
-        }
+    for name, taken in found.items():
+        gaps = logit_gaps(model, work, found[own][-1].result, taken[-1].result)
+        result[name] = {**medians(taken), "differences": gaps}
         if name != own:
-            result[name]["slower_than_ours"] = {
-                kind: paired_ratio([one[at] for one in pairs], [one[at] for one in found[own]])
-                for at, kind in enumerate(("clock", "processor"))
-            }
+            result[name]["slower_than_ours"] = ratios(taken, found[own])
     return result
-
-
-def differences(model: Any, work: Work, own: Answers, other: Answers) -> list[float]:
-    """Of each answer that differs: how near the two logits are where it first does."""
-    gaps = []
-    for prompt, one, two in zip(work.prompts, own, other, strict=True):
-        assert len(one) == len(two)
-        place = next((at for at, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]), None)
-        if place is not None:
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + one[:place]])).logits[0, -1]
-            gaps.append(float((logits[one[place]] - logits[two[place]]).abs()))
-    return gaps
 
 
 def weights(model: Any, work: Work, folder: Path, rounds: int, flash: bool, share: float) -> dict[str, Any]:
     """Weights in one tier; the budget is a share of them."""
     total = sum(one.nbytes for one in model.parameters())
     budget = int(total * share)
-    tier: dict[str, Any] = {"flash": folder / "spill"} if flash else {"host": 2 * total}
+    tier = {"flash": str(folder / "spill")} if flash else {"host": 2 * total}
     with ExitStack() as stack:
-        generator = stack.enter_context(
-            Generator(folder / "model", memory={"device": budget, **{k: _plain(v) for k, v in tier.items()}})
-        )
-        runs = {"ours": ours(generator, work)}
+        generator = stack.enter_context(Generator(folder / "model", memory={"device": budget, **tier}))
+        runs: dict[str, Run] = {"ours": answered(generator, work)}
         passes, read = {}, {}
         for name, blocks in (("next-layer prefetch", False), ("zig-zag", True)):
             place = {"flash": folder / f"spill-{blocks}"} if flash else tier
@@ -159,8 +94,7 @@ def weights(model: Any, work: Work, folder: Path, rounds: int, flash: bool, shar
             print(f"  {name}: {shape}, {static.passes} passes of {static.plan.read >> 10} KiB", flush=True)
             held = {size: bytes_ for (size, count), bytes_ in static.held.items() if count == 1}
         if flash:
-            files = folder / "accelerate"
-            disk = AccelerateDisk(model, work, budget, files, held)
+            disk = AccelerateDisk(model, work, budget, folder / "accelerate", held)
             runs["Accelerate disk_offload"] = disk
             passes["Accelerate disk_offload"], read["Accelerate disk_offload"] = disk.passes, total
         result = compared(model, work, runs, rounds)
@@ -187,14 +121,14 @@ def keys_and_values(model: Any, work: Work, folder: Path, rounds: int, size: int
     host = 4 * whole
     page = 32
     with Generator(folder / "cached", pages=budget // (page * token * config.num_hidden_layers)) as generator:
-        runs = {
-            "ours: Generator": ours(generator, work),
-            "ours: TieredCache": lambda: generated(
-                model, work, size, lambda: hp.TieredCache(model, device=budget, host=host)
-            ),
+        caches = {
+            "ours: TieredCache": lambda: hp.TieredCache(model, device=budget, host=host),
+            **policies(config, size, work.longest, budget, host),
         }
-        for name, policy in policies(config, size, work.longest, budget, host).items():
-            runs[name] = partial(generated, model, work, size, policy)
+        runs: dict[str, Run] = {
+            "ours: Generator": answered(generator, work),
+            **{name: partial(generated, model, work, size, cache) for name, cache in caches.items()},
+        }
         result = compared(model, work, runs, rounds)
     return {"budget": budget, "keys_and_values": whole, "batch": size, "runs": result}
 
@@ -203,45 +137,38 @@ def fits(model: Any, work: Work, folder: Path, rounds: int) -> dict[str, Any]:
     """A budget that holds everything."""
     with Generator(folder / "model", memory={"device": "1GiB", "host": "256MiB"}) as generator:
         runs = {
-            "without a budget": ours(Generator(folder / "model"), work),
-            "with a budget": ours(generator, work),
+            "without a budget": answered(Generator(folder / "model"), work),
+            "with a budget": answered(generator, work),
         }
         return {"runs": compared(model, work, runs, rounds)}
 
 
-def _plain(given: Any) -> Any:
-    return str(given) if isinstance(given, Path) else given
-
-
-def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All rows."""
-    short = given.short
-    model = model_of(SHORT if short else MODEL)
+def measured(names: tuple[str, ...], short: bool, rounds: int, folder: Path) -> dict[str, Any]:
+    """The rows of these names."""
+    model = new_model(SHORT if short else MODEL)
     model.save_pretrained(folder / "model")
-    ragged = drawn(5, (4, 40), (2, 6)) if short else drawn(16, (8, 96), (3, 20))
-    contexts = drawn(4, (20, 60), (2, 6)) if short else drawn(16, (16, 192), (4, 40))
-    rounds = given.rounds
+    requests = partial(drawn, vocabulary=256, lengths_first=True)
+    ragged = requests(5, (4, 40), (2, 6)) if short else requests(16, (8, 96), (3, 20))
+    contexts = requests(4, (20, 60), (2, 6)) if short else requests(16, (16, 192), (4, 40))
+    share = 2 / 3 if short else 1 / 3
     rows: dict[str, Callable[[], dict[str, Any]]] = {
-        "weights on flash": lambda: weights(
-            model, ragged, folder, rounds, flash=True, share=2 / 3 if short else 1 / 3
-        ),
-        "weights in host memory": lambda: weights(
-            model, ragged, folder, rounds, flash=False, share=2 / 3 if short else 1 / 3
-        ),
+        "weights on flash": lambda: weights(model, ragged, folder, rounds, flash=True, share=share),
+        "weights in host memory": lambda: weights(model, ragged, folder, rounds, flash=False, share=share),
         "keys and values in host memory": lambda: keys_and_values(
-            model_of(SHORT if short else CACHED), contexts, folder, rounds, 4 if short else 8
+            new_model(SHORT if short else CACHED), contexts, folder, rounds, 4 if short else 8
         ),
         "everything fits": lambda: fits(model, ragged, folder, 2 * rounds),
     }
     result: dict[str, Any] = {}
-    for name in given.rows.split(",") if given.rows else rows:
+    for name in names:
         began = time.perf_counter()
         print(name, flush=True)
         result[name] = {**rows[name](), "seconds": time.perf_counter() - began}
         for which, one in result[name]["runs"].items():
-            ratio = one.get("slower_than_ours")
-            beside = "" if ratio is None else f"; {_interval(ratio['clock'])} of the clock, "
-            beside += "" if ratio is None else f"{_interval(ratio['processor'])} of the processor"
+            beside = "".join(
+                f"; {ratio_text(ratio)} of the {kind}"
+                for kind, ratio in one.get("slower_than_ours", {}).items()
+            )
             print(
                 f"  {which}: {one['clock_s']:.3f} s, {one['processor_s']:.3f} s of the processor{beside}; "
                 f"{len(one['differences'])} answers differ",
@@ -250,70 +177,43 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _interval(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['ratio']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table of docs/inference-memory.md."""
+    yield from circumstances(result)
 
+    def row(group: str, name: str, one: Mapping[str, Any]) -> Iterator[str]:
+        yield f"{group}: {name}"
+        yield from (f"{one[f'{kind}_s']:.2f} s" for kind in ("clock", "processor"))
+        ratio = one.get("slower_than_ours")
+        yield from ("1", "1") if ratio is None else map(ratio_text, (ratio["clock"], ratio["processor"]))
 
-def table(rows: Mapping[str, Any], load: float, rounds: int) -> str:
-    """The table of the page."""
-    lines = [
-        f"Rounds: {rounds}. Load of the machine's {os.cpu_count()} cores before it began: {load:.1f}.",
-        "",
-        "| | clock | processor | clock, beside ours | processor, beside ours |",
-        "|---|---|---|---|---|",
-    ]
-    for row, found in rows.items():
-        for name, one in found["runs"].items():
-            ratio = one.get("slower_than_ours")
-            beside = ("1", "1")
-            if ratio is not None:
-                beside = (_interval(ratio["clock"]), _interval(ratio["processor"]))
-            lines.append(
-                f"| {row}: {name} | {one['clock_s']:.2f} s | {one['processor_s']:.2f} s | {beside[0]} | {beside[1]} |"
-            )
-    return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write; 1 where an answer differs by more than a tie."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    yield from table_of_rows(
+        "clock | processor | clock, beside ours | processor, beside ours",
+        (tuple(row(name, *one)) for name, found in result["rows"].items() for one in found["runs"].items()),
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", help="some rows, separated by commas")
-    parser.add_argument("--short", action="store_true", help="a tiny model, once, for tests")
-    given = parser.parse_args(arguments)
-    if given.short:
-        given.rounds = 0
-    load = os.getloadavg()[0]
+
+
+BENCHMARK = Benchmark("generate_offload", {"inference-memory.md": page})
+
+
+def main(
+    rounds: int = 5,
+    rows: Annotated[tuple[str, ...], "some rows; nothing is written", ROWS] = ROWS,
+    short: Annotated[bool, "a tiny model, once, for tests"] = False,
+) -> bool:
+    """Measure, print, and write; whether an answer differs by more than a tie."""
+    before, began = load(), time.perf_counter()
     torch.set_num_threads(1)
-    set_verbosity_error()
-    began = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix="generate-offload-", dir=Path(__file__).parent))
-    try:
-        with without_notes():
-            rows = measured(given, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    gaps = [gap for row in rows.values() for one in row["runs"].values() for gap in one["differences"]]
+    with without_notes(), scratch(on_disk=True) as folder:
+        found = measured(rows, short, 0 if short else rounds, folder)
+    gaps = [gap for row in found.values() for one in row["runs"].values() for gap in one["differences"]]
     seconds = time.perf_counter() - began
     print(f"{seconds:.0f} s; {len(gaps)} answers differ, the logits by {max(gaps, default=0.0):.1e} at most")
-    if not given.short and not given.rows:
-        print(
-            write(
-                "generate_offload", {"load": load, "rounds": given.rounds, "seconds": seconds, "rows": rows}
-            )
-        )
-        before, after = DOCS.read_text().split(f"{PAGE}\n")
-        DOCS.write_text(
-            before
-            + f"{PAGE}\n"
-            + table(rows, load, given.rounds)
-            + "\n<!-- end -->"
-            + after.split("<!-- end -->", 1)[1]
-        )
-    return int(max(gaps, default=0.0) > 1e-3)
+    if not short and tuple(rows) == ROWS:
+        BENCHMARK.keep({"load": before, "rounds": rounds, "seconds": seconds, "rows": found})
+    return max(gaps, default=0.0) > 1e-3
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quiet()
+    run(main)

@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from generation import Answers, Work, generated, padded
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from hyper_parallel.compat import backend
@@ -36,32 +35,6 @@ from hyper_parallel.inference.weights.stream import WeightStream
 from hyper_parallel.inference.weights.tiers import WeightTiers, slot_bytes
 from hyper_parallel.inference.weights.units import units_of
 from hyper_parallel.offloading.runtime.open_tiers import open_tiers
-
-Answers = list[list[int]]
-
-
-@dataclass(frozen=True)
-class Work:
-    """Prompts, and the tokens of each answer."""
-
-    prompts: list[list[int]]
-    lengths: list[int]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt and the longest answer, to which a static batch may be padded."""
-        return max(map(len, self.prompts)) + max(self.lengths)
-
-
-def padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, int64 [B, longest], padded on the left."""
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    return ids, mask
 
 
 class _Block(nn.Module):
@@ -253,27 +226,6 @@ class AccelerateDisk:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def generated(
-    model: Any, work: Work, size: int, cache: Callable[[], AbstractContextManager[Any]] | None = None
-) -> Answers:
-    """`model.generate` on static batches in the order of the requests; each batch has a cache of its own."""
-    found: Answers = []
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
-    for first in range(0, len(work.prompts), size):
-        lengths = work.lengths[first : first + size]
-        ids, mask = padded(work.prompts[first : first + size])
-        given = {"attention_mask": mask, "max_new_tokens": max(lengths)}
-        if cache is None:
-            out = model.generate(ids, **given)
-        else:
-            with cache() as one:
-                out = model.generate(ids, past_key_values=one, **given)
-        found += [
-            row[ids.size(1) : ids.size(1) + length].tolist() for row, length in zip(out, lengths, strict=True)
-        ]
-    return found
 
 
 def uncached(folder: Path) -> None:

@@ -9,15 +9,14 @@ from the result.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from measure import write
-from pages import DOCS, put
+from commandline import run
+from pages import Benchmark, table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.cluster import Cluster
@@ -36,10 +35,13 @@ from hyper_parallel.units import format_duration
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.to_config import to_config
 
-PAGE = DOCS / "inference-predictions.md"
 LESS, MORE, LONGER = 0.26, 1.73, 0.01
 """What a row aims at: less device memory, more sessions in equal memory, and the most that it may take longer."""
 GB = 2**30
+GROUPS = (
+    *("prompts", "sessions", "shared prompts", "sparse attention", "sliding windows", "experts"),
+    "dense decode",
+)
 
 
 @dataclass(frozen=True)
@@ -56,129 +58,72 @@ class Case:
     expert: int = 1
 
 
-def cases(tensor70: int) -> Iterator[Case]:
+TENSOR = {"llama-3-8b": 1, "llama-3-70b": 8, "gemma-3-12b": 1, "deepseek-v3": 16}
+"""Devices of a model, in tensor parallelism."""
+IDLE = TierSplit(idle=True)
+CONTEXTS = TierSplit(contexts=1.0)
+Fields = dict[str, Any]
+
+
+def requests(count: int, prompt: int, answer: int, **more: Any) -> Fields:
+    """A workload."""
+    return {"requests": count, "prompt_tokens": prompt, "answer_tokens": answer, **more}
+
+
+def inference(batch: int, page: int, rows: int) -> Fields:
+    """Settings of the engine."""
+    return {"batch": batch, "page": page, "rows": rows}
+
+
+def cases() -> Iterator[Case]:
     """All rows."""
-    prompts = {"batch": 4, "page": 4096, "rows": 16384}
-    for model, tensor in (("llama-3-8b", 1), ("llama-3-70b", tensor70)):
-        layers = shape(model).layers
+
+    def case(group: str, model: str, what: str, work: Fields, settings: Fields, split: TierSplit) -> Case:
+        expert = 16 if group == "experts" else 1
+        return Case(group, f"{model}, {what}", model, TENSOR[model], work, settings, split, expert)
+
+    for model in ("llama-3-8b", "llama-3-70b"):
+        weights = TierSplit(layers=shape(model).layers)
         splits = {
-            "weights": TierSplit(layers=layers),
-            "contexts": TierSplit(contexts=1.0),
-            "weights and contexts": TierSplit(layers=layers, contexts=1.0),
+            "weights": weights,
+            "contexts": CONTEXTS,
+            "weights and contexts": replace(weights, contexts=1.0),
         }
-        for tokens in (32768, 65536, 131072):
-            work = {"requests": 4, "prompt_tokens": tokens, "answer_tokens": 1}
+        for thousands in (32, 64, 128):
+            work, several = requests(4, thousands * 1024, 1), inference(4, 4096, 16384)
             for away, split in splits.items():
-                name = f"{model}, 4 prompts of {tokens // 1024}K, {away}"
-                yield Case("prompts", name, model, tensor, work, prompts, split)
-        one = {"batch": 1, "page": 4096, "rows": 4096}
-        work = {"requests": 1, "prompt_tokens": 131072, "answer_tokens": 1}
-        yield Case(
-            "prompts", f"{model}, 1 prompt of 128K, contexts", model, tensor, work, one, splits["contexts"]
-        )
-        yield Case(
-            "prompts", f"{model}, 1 prompt of 128K, weights", model, tensor, work, one, splits["weights"]
-        )
-    chat = {
-        "requests": 64,
-        "prompt_tokens": 4096,
-        "answer_tokens": 128,
-        "turns": 4,
-        "message_tokens": 512,
-        "idle_seconds": 60.0,
-        "rate": 0.5,
-    }
-    usual = {"batch": 16, "page": 256, "rows": 2048}
-    yield Case(
-        "sessions",
-        "llama-3-8b, 64 conversations of 4 turns",
-        "llama-3-8b",
-        1,
-        chat,
-        usual,
-        TierSplit(idle=True),
-    )
-    yield Case(
-        "sessions",
-        "llama-3-70b, 64 conversations of 4 turns",
-        "llama-3-70b",
-        tensor70,
-        chat,
-        usual,
-        TierSplit(idle=True),
-    )
-    shared = {
-        "requests": 96,
-        "prompt_tokens": 16384 + 512,
-        "answer_tokens": 128,
-        "shared_tokens": 16384,
-        "shared_prompts": 12,
-        "rate": 1.0,
-    }
-    few = {"batch": 8, "page": 256, "rows": 2048}
-    yield Case(
-        "shared prompts",
-        "llama-3-8b, 12 system prompts of 16K in turn",
-        "llama-3-8b",
-        1,
-        shared,
-        few,
-        TierSplit(idle=True),
-    )
+                yield case("prompts", model, f"4 prompts of {thousands}K, {away}", work, several, split)
+        for away in ("contexts", "weights"):
+            work, single = requests(1, 131072, 1), inference(1, 4096, 4096)
+            yield case("prompts", model, f"1 prompt of 128K, {away}", work, single, splits[away])
+    turns = {"turns": 4, "message_tokens": 512, "idle_seconds": 60.0, "rate": 0.5}
+    chat, usual = requests(64, 4096, 128, **turns), inference(16, 256, 2048)
+    for model in ("llama-3-8b", "llama-3-70b"):
+        yield case("sessions", model, "64 conversations of 4 turns", chat, usual, IDLE)
+    system = {"shared_tokens": 16384, "shared_prompts": 12, "rate": 1.0}
+    shared, few = requests(96, 16384 + 512, 128, **system), inference(8, 256, 2048)
+    yield case("shared prompts", "llama-3-8b", "12 system prompts of 16K in turn", shared, few, IDLE)
     for selected, again in ((2048, 0.9), (2048, 0.98), (4096, 0.9)):
         for batch in (1, 4):
-            work = {
-                "requests": batch,
-                "prompt_tokens": 131072,
-                "answer_tokens": 256,
-                "selected_tokens": selected,
-                "selected_again": again,
-            }
-            name = f"llama-3-8b, {batch} × 128K, {selected} selected, {again:.0%} of them again"
-            sparse = {"batch": batch, "page": 4096, "rows": max(4096, 4096 * batch)}
-            yield Case("sparse attention", name, "llama-3-8b", 1, work, sparse, TierSplit(idle=True))
-    windowed = {"requests": 8, "prompt_tokens": 65536, "answer_tokens": 256}
-    yield Case(
-        "sliding windows",
-        "gemma-3-12b, 8 × 64K, pages behind windows",
-        "gemma-3-12b",
-        1,
-        windowed,
-        {"batch": 8, "page": 1024, "rows": 8192},
-        TierSplit(windows=True),
-    )
-    for batch, skew, count in (
-        (1, 0.0, 8),
-        (32, 0.0, 8),
-        (32, 1.0, 8),
-        (32, 2.0, 8),
-        (32, 3.0, 8),
-        (32, 3.0, 5),
-    ):
-        for how in ("device", "host"):
-            work = {"requests": batch, "prompt_tokens": 512, "answer_tokens": 256, "expert_skew": skew}
+            work = requests(batch, 131072, 256, selected_tokens=selected, selected_again=again)
+            sparse = inference(batch, 4096, max(4096, 4096 * batch))
+            what = f"{batch} × 128K, {selected} selected, {again:.0%} of them again"
+            yield case("sparse attention", "llama-3-8b", what, work, sparse, IDLE)
+    work, windowed = requests(8, 65536, 256), inference(8, 1024, 8192)
+    what, split = "8 × 64K, pages behind windows", TierSplit(windows=True)
+    yield case("sliding windows", "gemma-3-12b", what, work, windowed, split)
+    skews = ((1, 0.0, 8), (32, 0.0, 8), (32, 1.0, 8), (32, 2.0, 8), (32, 3.0, 8), (32, 3.0, 5))
+    for batch, skew, count in skews:
+        for how, there in (("device", "fetched"), ("host", "computed there")):
+            work, settings = requests(batch, 512, 256, expert_skew=skew), inference(batch, 512, 2048)
             split = TierSplit(experts=count, experts_computed=how)  # type: ignore[arg-type]
-            there = "computed there" if how == "host" else "fetched"
-            name = f"deepseek-v3, batch {batch}, skew {skew:g}, {count} of 16 experts {there}"
-            yield Case(
-                "experts",
-                name,
-                "deepseek-v3",
-                16,
-                work,
-                {"batch": batch, "page": 512, "rows": 2048},
-                split,
-                expert=16,
-            )
-    work = {"requests": 32, "prompt_tokens": 4096, "answer_tokens": 256}
-    settings = {"batch": 32, "page": 256, "rows": 2048}
-    for model, tensor in (("llama-3-8b", 1), ("llama-3-70b", tensor70)):
-        layers = shape(model).layers
-        for away, split in (
-            ("26% of weights", TierSplit(layers=round(layers * 0.26))),
-            ("contexts", TierSplit(contexts=1.0)),
-        ):
-            yield Case("dense decode", f"{model}, 32 × 4K, {away}", model, tensor, work, settings, split)
+            what = f"batch {batch}, skew {skew:g}, {count} of 16 experts {there}"
+            yield case("experts", "deepseek-v3", what, work, settings, split)
+    work, settings = requests(32, 4096, 256), inference(32, 256, 2048)
+    for model in ("llama-3-8b", "llama-3-70b"):
+        quarter = TierSplit(layers=round(shape(model).layers * LESS))
+        for away, split in (("26% of weights", quarter), ("contexts", CONTEXTS)):
+            yield case("dense decode", model, f"32 × 4K, {away}", work, settings, split)
 
 
 @cache
@@ -195,9 +140,8 @@ def passes(model: str, tensor: int, expert: int) -> PassModel:
 def row(case: Case, name: str) -> dict[str, Any]:
     """A case with everything on the device, and with its split."""
     model = passes(case.model, case.tensor, case.expert)
-    cluster = replace(
-        Cluster.named(f"{name}x{case.tensor}").for_workers(case.tensor), name=f"{name}x{case.tensor}"
-    )
+    named = f"{name}x{case.tensor}"
+    cluster = replace(Cluster.named(named).for_workers(case.tensor), name=named)
     work, settings = GenerationWorkload(**case.work), Inference(**case.inference)
     host = cluster.tier("host")
     whole = SplitQuestion(model, cluster, work, settings, float("inf"), {})
@@ -205,31 +149,29 @@ def row(case: Case, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for which, question, split in (("here", whole, TierSplit()), ("away", tiers, case.split)):
         pricer = question.pricer(split)
-        run = simulate_run(pricer, work, settings, room=tiers.tiers["host"])
+        whole_run = simulate_run(pricer, work, settings, room=tiers.tiers["host"])
         prompt, answer = loads(work, settings, model.split)
         load = prompt if work.answer_tokens == 1 else answer
         cost = pricer.price(load)
         found[which] = {
-            "device_bytes": device_bytes(question, split, run, model),
-            "seconds": run.seconds,
-            "bound": run.bound,
+            "device_bytes": device_bytes(question, split, whole_run, model),
+            "seconds": whole_run.seconds,
+            "bound": whole_run.bound,
             "pass": simulated(pricer, load).steady,
             "pass_bound": cost.bound,
             "limit": cost.limit,
-            "first_token": run.first_token,
-            "between_tokens": run.between_tokens,
-            "tokens_per_second": run.tokens_per_second,
-            "passes": run.passes,
-            "link_bytes": run.streamed + run.fetched,
+            "first_token": whole_run.first_token,
+            "between_tokens": whole_run.between_tokens,
+            "tokens_per_second": whole_run.tokens_per_second,
+            "passes": whole_run.passes,
+            "link_bytes": whole_run.streamed + whole_run.fetched,
             "tier_bytes": question.footprint(split).of("host"),
         }
     here, away = found["here"], found["away"]
     scaled = "requests" if case.group in ("sessions", "shared prompts") else "prompt_tokens"
-    more = (
-        in_equal_memory(whole, tiers, case.split, scaled)
-        if case.group not in ("experts", "dense decode")
-        else None
-    )
+    more = None
+    if case.group not in ("experts", "dense decode"):
+        more = in_equal_memory(whole, tiers, case.split, scaled)
     slower = away["pass"] / here["pass"] - 1
     less, longer = 1 - away["device_bytes"] / here["device_bytes"], away["seconds"] / here["seconds"] - 1
     fits = here["device_bytes"] <= cluster.tier("device").bytes
@@ -281,52 +223,45 @@ def longer(share: float) -> str:
     return f"{share:+.1%}" if share < 1 else f"{share + 1:.1f}×"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = []
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The tables of docs/inference-predictions.md."""
+
+    def cells(one: Mapping[str, Any]) -> Iterator[str]:
+        here, away, more = one["here"], one["away"], one["times_in_equal_memory"]
+        fits = "" if one["fits_without_tiers"] else " (does not fit)"
+        yield from (one["name"], one["cluster"], f"{here['device_bytes'] / GB:.1f}{fits}")
+        yield from (f"{away['device_bytes'] / GB:.1f}", f"{one['less']:.0%}")
+        times = NONE if more is None else "≥ 16×" if more > 15.9 else f"{more:.1f}×"
+        what = "" if more is None else " sessions" if one["scaled"] == "requests" else " context"
+        yield f"{times}{what}"
+        yield from (format_duration(away["pass"]), format_duration(away["pass_bound"]), away["limit"])
+        yield from (longer(one["pass_longer"]), longer(one["longer"]), "yes" if one["meets"] else "no")
+
+    rows = result["rows"]
     for group in dict.fromkeys(one["group"] for one in rows):
-        lines += [
-            "",
-            f"**{group[0].upper()}{group[1:]}** (simulated)",
-            "",
-            "| Workload | Cluster | Device, GiB | With the tier | Less | In equal memory | Pass | Its bound | "
-            "Limited by | Pass takes | "
-            "Run takes | Meets |",
-            "|---|---|--:|--:|--:|--:|--:|--:|---|--:|--:|---|",
-        ]
-        for one in rows:
-            if one["group"] != group:
-                continue
-            here, away = one["here"], one["away"]
-            fits = "" if one["fits_without_tiers"] else " (does not fit)"
-            more = one["times_in_equal_memory"]
-            times = NONE if more is None else "≥ 16×" if more > 15.9 else f"{more:.1f}×"
-            what = "" if more is None else " sessions" if one["scaled"] == "requests" else " context"
-            lines.append(
-                f"| {one['name']} | {one['cluster']} | {here['device_bytes'] / GB:.1f}{fits} | "
-                f"{away['device_bytes'] / GB:.1f} | "
-                f"{one['less']:.0%} | {times}{what} | {format_duration(away['pass'])} | "
-                f"{format_duration(away['pass_bound'])} | {away['limit']} | "
-                f"{longer(one['pass_longer'])} | {longer(one['longer'])} | {'yes' if one['meets'] else 'no'} |"
-            )
-    met = sum(one["meets"] for one in rows)
-    lines += ["", f"{met} of {len(rows)} rows meet the aim."]
-    return "\n".join(lines).strip()
+        yield from ("", f"**{group[0].upper()}{group[1:]}** (simulated)", "")
+        yield from table(
+            "Workload | Cluster | Device, GiB | With the tier | Less | In equal memory | Pass | Its bound | Limited by "
+            "| Pass takes | Run takes | Meets",
+            (tuple(cells(one)) for one in rows if one["group"] == group),
+            "llrrrrrrlrrl",
+        )
+    yield ""
+    yield f"{sum(one['meets'] for one in rows)} of {len(rows)} rows meet the aim."
 
 
-def main() -> None:
+BENCHMARK = Benchmark("generate_simulated", {"inference-predictions.md": page})
+
+
+def main(
+    only: Annotated[tuple[str, ...], "these groups of rows; nothing is written", GROUPS] = GROUPS,
+    clusters: tuple[str, ...] = ("h100", "cloudmatrix384"),
+) -> None:
     """Simulate the rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", help="Groups of rows.")
-    parser.add_argument("--clusters", nargs="+", default=["h100", "cloudmatrix384"])
-    parser.add_argument("--print", action="store_true", help="Print the rows, and write nothing.")
-    asked = parser.parse_args()
     rows = []
-    for name in asked.clusters:
-        for case in cases(8):
-            if asked.only and case.group not in asked.only:
+    for name in clusters:
+        for case in cases():
+            if case.group not in only:
                 continue
             rows.append(found := row(case, name))
             print(
@@ -334,12 +269,11 @@ def main() -> None:
                 f"{'yes' if found['meets'] else 'no'}",
                 flush=True,
             )
-    if asked.print or asked.only:
-        print(table(rows))
-        return
-    write("generate_simulated", {"rows": rows})
-    put(PAGE, "generate_simulated.py", table(rows).splitlines())
+    if set(only) == set(GROUPS):
+        BENCHMARK.keep({"rows": rows})
+    else:
+        print(*page({"rows": rows}), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

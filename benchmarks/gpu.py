@@ -12,24 +12,23 @@ A failed check ends with 1.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
-from gpu_budget import check_budgets
-from gpu_engines import batch_of, check_engines, measure_engines, recipe_of, step_of
+from commandline import run
 from gpu_generate import check_generation, measure_generation
-from measure import paired_ratio, timed_on, write
-from rich.console import Console
-from rich.table import Table
+from gpu_steps import Check, check_budgets, check_engines, measure_engines, recipe
+from measure import in_turns, paired_ratio, timed_on, write
+from pages import table
+from processes import scratch
 from rl_logprobs import FAMILIES as POLICIES
+from shapes import Fields, gpt2, llama, run_file
 from torch import Tensor, nn
+from training import engine_step, step_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel import checkpoint, compat, shard
@@ -44,30 +43,13 @@ from hyper_parallel.verify.report import compare
 from hyper_parallel.verify.step import StepOutcome, run_step
 from hyper_parallel.workload import flops_of_model, mfu
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 515,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **SMALL},
-    "qwen3, tied": {"model_type": "qwen3", **SMALL, "head_dim": 16, "tie_word_embeddings": True},
-    "gemma3": {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "sliding_window": 32},
-    "phi3, fused": {"model_type": "phi3", **SMALL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    "gpt2, dropout": {
-        "model_type": "gpt2",
-        "vocab_size": 515,
-        "n_embd": 128,
-        "n_layer": 2,
-        "n_head": 8,
-        "n_positions": 128,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+SMALL = llama(128, 2, 8, inner=352, kv=2, vocabulary=515, positions=128)
+FAMILIES: dict[str, Fields] = {
+    "llama": SMALL,
+    "qwen3, tied": {**SMALL, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "gemma3": {**SMALL, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 32},
+    "phi3, fused": {**SMALL, "model_type": "phi3", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt2, dropout": gpt2(128, 2, 8, vocabulary=515, positions=128, bos_token_id=1, eos_token_id=2),
     **{name: families.FAMILIES[name] for name in ("gemma2", "gpt-oss", "mixtral", "deepseek-v3")},
 }
 STRATEGIES = [
@@ -81,17 +63,7 @@ STRATEGIES = [
     {"axes": {"shard": 2, "tensor": 2, "expert": 4}},
 ]
 # What the step is timed on: 1.1 billion parameters, which fit every current data-centre accelerator with AdamW.
-WIDE = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-}
-Check = tuple[str, bool, str]
+WIDE = llama(2048, 22, 32, inner=5632, kv=4, vocabulary=32000, positions=4096)
 
 
 def outcome(
@@ -100,16 +72,7 @@ def outcome(
     device: torch.device | str,
     update_from: dict[str, Tensor] | None = None,
 ) -> StepOutcome:
-    config = from_dict(
-        {
-            "version": 1,
-            "out": "unused",
-            "model": {"config": fields},
-            "data": {"train": "python-stdlib", "sequence": 64},
-            "train": {"batch": 4},
-            "strategy": strategy.model_dump(),
-        }
-    )
+    config = from_dict(run_file(fields, sequence=64, train={"batch": 4}, strategy=strategy.model_dump()))
     model = build_model(fields)
     shard.parallelize(model, strategy, lowering="traceable", alone=strategy.axes.world == 1)
     shard.init_weights(model, 0, device)
@@ -184,18 +147,13 @@ def check_copies(backend: Backend, device: torch.device) -> tuple[list[Check], d
     host = backend.host_buffer((size,), torch.uint8)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     back = torch.empty_like(source)
+    copies = {
+        "device to host": lambda: host.copy_(source, non_blocking=True),
+        "host to device": lambda: back.copy_(host, non_blocking=True),
+    }
     rates = {}
-    for name, copy in (
-        ("device to host", lambda: host.copy_(source, non_blocking=True)),
-        ("host to device", lambda: back.copy_(host, non_blocking=True)),
-    ):
-        seconds = []
-        for _ in range(5):
-            backend.synchronize()
-            start = time.perf_counter()
-            copy()
-            backend.synchronize()
-            seconds.append(time.perf_counter() - start)
+    for name, copy in copies.items():
+        seconds = [timed_on(backend, copy) for _ in range(5)]
         rates[f"{name}, GB/s"] = size / statistics.median(seconds) / 1e9
     pinned = bool(host.is_pinned()) or device.type == "cpu"
     same = bool(torch.equal(source, back))
@@ -211,12 +169,12 @@ def check_checkpoint(device: torch.device) -> list[Check]:
     shard.init_weights(model, 0, device)
     handle = shard.sharded(model)
     expected = {p.name: p.local.clone() for p in handle.parameters()}
-    with tempfile.TemporaryDirectory() as folder:
-        with Writer(Path(folder), handle.mesh.world, 0) as writer:
+    with scratch() as folder:
+        with Writer(folder, handle.mesh.world, 0) as writer:
             writer.save(1, {p.name: Piece(p.local, p.layout) for p in handle.parameters()}, {})
             for p in handle.parameters():
                 p.local.zero_()  # what is saved is what was there at the call
-        found = checkpoint.newest(Path(folder))
+        found = checkpoint.newest(folder)
         assert found is not None
         checkpoint.read(found.path, {p.name: Piece(p.local, p.layout) for p in handle.parameters()})
     same = all(torch.equal(p.local, expected[p.name]) for p in handle.parameters())
@@ -228,16 +186,13 @@ def measure_step(
 ) -> dict[str, Any]:
     """Our step in bf16 mixed precision beside a plain loop under autocast-free bf16 weights with fp32 masters."""
     strategy = Strategy(precision={"compute": "bfloat16"})
-    recipe = recipe_of(WIDE, strategy, device)
-    flops = flops_of_model(recipe.model).per_token(sequence) * batch * sequence
-    given = batch_of(WIDE["vocab_size"], batch, sequence, device)
+    own = recipe(WIDE, device, strategy)
+    flops = flops_of_model(own.model).per_token(sequence) * batch * sequence
+    given = step_batch(own, batch, sequence, WIDE["vocab_size"], device=device)
     micro = given.micro[0]
-    ours = step_of("eager", recipe, lambda: recipe_of(WIDE, strategy, None), given, Path())
-
+    ours = engine_step("eager", own, lambda: own, given)
     torch.manual_seed(0)
-    settings = dict(WIDE)
-    plain_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    plain = AutoModelForCausalLM.from_config(plain_config).train().to(device)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE)).train().to(device)
     optimizer = torch.optim.AdamW(
         plain.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -252,76 +207,69 @@ def measure_step(
         optimizer.zero_grad()
         float(loss.detach())
 
-    for _ in range(3):
-        ours()
-        by_hand()
-    a, b = [], []
-    for pair in range(pairs):
-        for side in (0, 1) if pair % 2 else (1, 0):
-            (a if side == 0 else b).append(timed_on(backend, ours if side == 0 else by_hand))
+    times = in_turns({"ours": ours, "by hand": by_hand}, pairs, partial(timed_on, backend), warm=3)
+    ratio = paired_ratio(times["ours"], times["by hand"])
     peak = backend.peak_flops(torch.bfloat16)
-    result: dict[str, Any] = {**paired_ratio(a, b), "batch": batch, "sequence": sequence}
-    result["mfu"] = mfu(flops, statistics.median(a), 1, peak) if peak else None
+    result: dict[str, Any] = {**ratio, "batch": batch, "sequence": sequence}
+    result["mfu"] = mfu(flops, ratio["ours_s"], 1, peak) if peak else None
     backend.reset_memory_peak()
     ours()
     result["memory_peak_gib_both_models_resident"] = backend.memory_peak() / 2**30
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument(
-        "--rehearse", action="store_true", help="every part once, small, on the CPU; keeps nothing"
-    )
-    options = parser.parse_args()
-    found = compat.accelerators()
-    if not found and not options.rehearse:
-        print("no accelerator here; this benchmark measures what only one can show", file=sys.stderr)
-        return 2
-    backend = compat.backend("cpu") if options.rehearse else found[0]
-    if options.rehearse:
-        print("rehearsal on the CPU: the checks are real, the figures mean nothing")
-        WIDE.update({**SMALL, "vocab_size": 32000})
-        options.pairs, options.batch, options.sequence = 2, 1, 32
-    device = backend.device(0)
-    backend.set_device(device)
-    torch.backends.fp32_precision = "ieee"
-
-    names = ("llama", "mixtral") if options.rehearse else tuple(FAMILIES)
-    policies = ("llama",) if options.rehearse else tuple(POLICIES)
+def checked(
+    backend: Backend, device: torch.device, names: Iterable[str], policies: Iterable[str], longest: int
+) -> tuple[list[Check], dict[str, float]]:
+    """Every check, and the rates of copies."""
     checks = check_equivalence(device, names) + check_engines(device, FAMILIES, names)
     checks += check_streams(backend, device) + check_checkpoint(device)
     copied, rates = check_copies(backend, device)
-    checks += copied
-    checks += check_budgets(backend, device, FAMILIES, names)
-    checks += check_generation(device, FAMILIES, names, policies, longest=16 if options.rehearse else 64)
-    console = Console(width=120)
-    table = Table("check", "", "worst")
-    for name, passed, note in checks:
-        table.add_row(name, "right" if passed else "WRONG", note)
-    console.print(table)
+    checks += copied + check_budgets(backend, device, FAMILIES, names)
+    return checks + check_generation(device, FAMILIES, names, policies, longest), rates
+
+
+def main(
+    pairs: int = 20,
+    batch: int = 4,
+    sequence: int = 2048,
+    rehearse: Annotated[bool, "every part once, small, on the CPU; keeps nothing"] = False,
+) -> int:
+    """Check, and measure where every check is right; 1 where one is not, 2 without an accelerator."""
+    found = compat.accelerators()
+    if not found and not rehearse:
+        print("no accelerator here; this benchmark measures what only one can show", file=sys.stderr)
+        return 2
+    backend = compat.backend("cpu") if rehearse else found[0]
+    names, policies, longest, rounds = tuple(FAMILIES), tuple(POLICIES), (64, 512), max(2, pairs // 4)
+    if rehearse:
+        print("rehearsal on the CPU: the checks are real, the figures mean nothing")
+        WIDE.update({**SMALL, "vocab_size": 32000})
+        pairs, batch, sequence = 2, 1, 32
+        names, policies, longest, rounds = ("llama", "mixtral"), ("llama",), (16, 16), 2
+    device = backend.device(0)
+    backend.set_device(device)
+    torch.backends.fp32_precision = "ieee"
+    checks, rates = checked(backend, device, names, policies, longest[0])
+    rows = [(name, "right" if passed else "WRONG", note) for name, passed, note in checks]
+    print(*table("check | | worst", rows), sep="\n", flush=True)
+    right = all(passed for _, passed, _ in checks)
     result: dict[str, Any] = {
-        "checks": [{"name": n, "right": ok, "note": note} for n, ok, note in checks],
+        "checks": [{"name": name, "right": passed, "note": note} for name, passed, note in checks],
         **rates,
     }
-    if all(ok for _, ok, _ in checks):
-        step = measure_step(backend, device, options.pairs, options.batch, options.sequence)
-        result["step"] = step
-        console.print(step)
-        engines = measure_engines(backend, device, WIDE, options.pairs, options.batch, options.sequence)
-        result["engines"] = engines
-        console.print(engines)
-        longest, rounds = (16, 2) if options.rehearse else (512, max(2, options.pairs // 4))
-        result["generation"] = measure_generation(backend, device, WIDE, policies, rounds, longest)
-        console.print(result["generation"])
-    console.print(rates)
-    if not options.rehearse:
-        console.print(write(f"gpu-{backend.device_name(0).replace(' ', '-').lower()}", result))
-    return 0 if all(ok for _, ok, _ in checks) else 1
+    if right:
+        result["step"] = measure_step(backend, device, pairs, batch, sequence)
+        print(result["step"], flush=True)
+        result["engines"] = measure_engines(backend, device, WIDE, pairs, batch, sequence)
+        print(result["engines"], flush=True)
+        result["generation"] = measure_generation(backend, device, WIDE, policies, rounds, longest[1])
+        print(result["generation"])
+    print(rates)
+    if not rehearse:
+        print(write(f"gpu-{backend.device_name(0).replace(' ', '-').lower()}", result))
+    return int(not right)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

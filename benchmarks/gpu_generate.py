@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from generate_throughput import Answers, Work, answered, continuous, differences, drawn, static
-from measure import paired_ratio, without_notes
+from generate_throughput import drawn
+from generation import Answers, Work, answered, continuous, differences, static
+from measure import in_turns, paired_ratio, timed_on, without_notes
 from rl_logprobs import gaps
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from shapes import new_model
 
 from hyper_parallel import Generator
 from hyper_parallel.compat import Backend
@@ -36,7 +37,7 @@ def check_generation(
     """Greedy float32 tokens beside `generate`, and log-probabilities of what a rollout drew beside the trainer's."""
     checks = []
     for name in names:
-        model = model_of(families[name], device, torch.float32)
+        model = model_of(families[name], device, "float32")
         work = drawn(16, longest, int(families[name]["vocab_size"]))
         with without_notes():
             own, other = answered(Generator(model), work)(), static(model, work, 8)()
@@ -59,7 +60,7 @@ def measure_generation(
     longest: int,
 ) -> dict[str, Any]:
     """Tokens per second in bfloat16 of `Generator`, static batches sorted by length, and `generate_batch`, in turn."""
-    model = model_of(fields, device, torch.bfloat16)
+    model = model_of(fields, device, "bfloat16")
     work = drawn(64, longest, int(fields["vocab_size"]))
     runs: dict[str, Callable[[], Answers]] = {
         "ours": answered(Generator(model), work),
@@ -67,7 +68,6 @@ def measure_generation(
         "continuous": continuous(model, work, PAGE),
     }
     found: dict[str, Any] = {"tokens": sum(work.lengths), "not_measured": {}}
-    seconds: dict[str, list[float]] = {}
     for name, run in list(runs.items()):
         try:
             with without_notes():
@@ -77,14 +77,8 @@ def measure_generation(
                 raise
             found["not_measured"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
             del runs[name]
-    for _ in range(rounds):
-        for name, run in runs.items():
-            backend.synchronize()
-            began = time.perf_counter()
-            with without_notes():
-                run()
-            backend.synchronize()
-            seconds.setdefault(name, []).append(time.perf_counter() - began)
+    with without_notes():
+        seconds = in_turns(runs, rounds, partial(timed_on, backend))
     for name, taken in seconds.items():
         found[name] = {
             "s": statistics.median(taken),
@@ -95,17 +89,10 @@ def measure_generation(
     return {**found, "rollout_and_trainer_bfloat16": dict(gaps("bfloat16", device, policies))}
 
 
-def model_of(fields: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """With new weights, large enough that tokens differ, and room for whole answers; no token ends one."""
-    torch.manual_seed(0)
+def model_of(fields: dict[str, Any], device: torch.device, dtype: str) -> Any:
+    """With new weights, and room for whole answers."""
     room = "n_positions" if fields["model_type"] == "gpt2" else "max_position_embeddings"
-    config = AutoConfig.for_model(**{**fields, room: 1024})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
-    return model
+    return new_model({**fields, room: 1024}, dtype=dtype, device=str(device))
 
 
 def _largest_logit(model: Any, work: Work) -> float:

@@ -3,282 +3,65 @@
     python benchmarks/hostile_files.py [--seed 0] [--kind checkpoints|models|runs]
 
 300 forged or damaged checkpoints and model folders, whose digests are right and whose content is not, and 100 hostile
-run files. Each goes to a command in this process. It has to end by itself, within `CPU_S` seconds of computing, with
-exit code 2 and one line of text, or do what a good file has it do ("harmless": the change meant nothing); and nothing
-may be written but what the command is asked to write, for which everything around it is looked at before and after.
+run files (`harness.hostile`), named and drawn. Each ends as `harness.hostile.attempts` says, within `CPU_S` seconds of
+computing.
 
 Prints a table, writes ``benchmarks/results/hostile_files.json``, and exits with 1 when one case ends otherwise.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
-import json
-import os
-import random
-import shutil
-import signal
-import stat
 import sys
-import tempfile
-import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Annotated
 
-import hostile_checkpoints
-import hostile_models
-import hostile_runs
+from campaigns import counted
+from commandline import run
+from pages import Benchmark
+from processes import scratch
 
-from hyper_parallel.cli.main import main as command
-from hyper_parallel.errors import PREFIX, HyperParallelError
+from harness.hostile import attempts
 
+BENCHMARK = Benchmark("hostile_files")
 CPU_S = 2.0
 """Of computing, at most; a time by the clock says little on a machine that others use."""
-WALL_S = 60
-"""After which a case that waits for something is ended."""
-RESULT = Path(__file__).parent / "results" / "hostile_files.json"
-GOOD = ("refused", "harmless")
-CONTROL = "nothing changed"
-"""The first case of each kind, which has to go through: what is refused is refused for what was changed."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one case ended."""
-
-    kind: str
-    name: str
-    verdict: str
-    """`refused` or `harmless`; anything else is a defect."""
-    said: str
-    cpu_s: float
-
-
-class _Overrun(BaseException):
-    """The clock ran out."""
-
-
-@contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    def end(number: int, frame: FrameType | None) -> None:
-        raise _Overrun
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(WALL_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def attempt(
-    kind: str, name: str, folder: Path, run: Callable[[], Any], made: Sequence[str] = (), lines: int = 1
-) -> Outcome:
-    """Run one case in `folder`, in which nothing may change but what begins with a name in `made`.
-
-    `lines`: how many may be said, where a file can have several mistakes.
-    """
-    there, said = _listing(folder, made), io.StringIO()
-    code: Any = 0
-    began = time.process_time()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            with _limited():
-                run()
-        except SystemExit as end:
-            code = end.code
-        except _Overrun:
-            code = "waited"
-        except BaseException:
-            code = "traceback"
-            traceback.print_exc()
-    spent = time.process_time() - began
-    text = said.getvalue().replace(str(folder), "…")
-    told = text.splitlines()
-    errors = [line for line in told if line.startswith(PREFIX)]
-    if name == CONTROL and code:
-        verdict = "a good file is refused"
-    elif _listing(folder, made) != there:
-        verdict = "wrote elsewhere"
-    elif code in ("waited", "traceback"):
-        verdict = code
-    elif code == 2 and 1 <= len(errors) <= lines and "Traceback" not in text and "hunter2" not in text:
-        verdict = "refused"
-    elif not code:
-        verdict = "harmless"
-    else:
-        verdict = f"ended with {code} and {len(errors)} lines of errors"
-    return Outcome(kind, name, verdict, (told or [""])[-1][:300], round(spent, 3))
-
-
-def _listing(folder: Path, made: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if not name.startswith(tuple(made)) or not made:
-            seen = os.lstat(path)
-            found[name] = (
-                seen.st_mode,
-                *(() if stat.S_ISDIR(seen.st_mode) else (seen.st_size, seen.st_mtime_ns)),
-            )
-    return found
-
-
-def checkpoints(seed: int, count: int, root: Path) -> Iterator[Outcome]:
-    """The named forgeries, and drawn ones until there are `count`; each is exported."""
-    pristine = hostile_checkpoints.pristine(root / "pristine")
-    draw = random.Random(seed)
-    cases = [(CONTROL, _unchanged), *list(hostile_checkpoints.CASES.items())[:count]]
-    cases += [hostile_checkpoints.mutated(draw) for _ in range(count + 1 - len(cases))]
-    for name, case in cases:
-        with _folder(root) as folder:
-            canary = folder / "canary"
-            canary.mkdir()
-            shutil.copytree(pristine.parent, folder / "run")
-            path = folder / "run" / pristine.name
-            case(path, canary)
-            arguments = ["export", str(path), str(folder / "exported")]
-            yield attempt("checkpoint", name, folder, lambda a=arguments: command(a), ["exported"])
-
-
-def models(seed: int, count: int, root: Path) -> Iterator[Outcome]:
-    """The named folders, and drawn ones until there are `count`; each is built and filled as a run does it."""
-    import torch.distributed as dist
-
-    pristine = hostile_models.pristine(root / "model")
-    draw = random.Random(seed)
-    cases = [(CONTROL, _unchanged), *list(hostile_models.CASES.items())[:count]]
-    cases += [hostile_models.mutated(draw) for _ in range(count + 1 - len(cases))]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for name, case in cases:
-            with _folder(root) as folder:
-                (folder / "canary").mkdir()
-                (folder / "text.txt").write_text("some text, and more of it\n" * 50)
-                shutil.copytree(pristine, folder / "model")
-                case(folder / "model")
-                file = folder / "run.yaml"
-                file.write_text(_MODEL.format(folder=folder))
-                yield attempt(
-                    "model folder", name, folder, lambda file=file: _told(lambda: _fill(file)), ["cache"]
-                )
-    finally:
-        dist.destroy_process_group()
-
-
-_MODEL = """\
-version: 1
-out: {folder}/out
-model: {{path: {folder}/model}}
-data: {{train: {folder}/text.txt, sequence: 32, cache: {folder}/cache}}
-trackers: []
-"""
-
-
-def _fill(file: Path) -> None:
-    """Read the file, look at what it names, build the model and read its weights, as a worker does before it trains."""
-    from hyper_parallel import config, parallelize
-    from hyper_parallel.cli.preflight import check
-    from hyper_parallel.step.build import fill_model, unsharded
-
-    run = config.load(file)
-    check(run)
-    model, _ = unsharded(run)
-    parallelize(model, run.strategy)
-    fill_model(model, run, "cpu")
-
-
-def _told(work: Callable[[], None]) -> None:
-    """End as the command does."""
-    try:
-        work()
-    except HyperParallelError as error:
-        print("\n".join(f"{PREFIX}{line}" for line in str(error).split("\n")), file=sys.stderr)
-        sys.exit(2)
-
-
-def runs(seed: int, count: int, root: Path) -> Iterator[Outcome]:
-    """The named run files, and drawn ones until there are `count`. What would be started is not."""
-    from hyper_parallel import launch
-
-    draw = random.Random(seed)
-    cases = [(CONTROL, hostile_runs.also("")), *list(hostile_runs.CASES.items())[:count]]
-    cases += [hostile_runs.mutated(draw) for _ in range(count + 1 - len(cases))]
-    start, here = launch.run, os.getcwd()
-    launch.run = lambda config, target: 0
-    try:
-        for name, case in cases:
-            with _folder(root) as folder:
-                (folder / "canary").mkdir()
-                (folder / "text.txt").write_text("some text\n")
-                (folder / "good.yaml").write_text(hostile_runs.GOOD)
-                case(folder)
-                os.chdir(folder)
-                yield attempt("run file", name, folder, lambda: command(["train", "run.yaml"]), lines=22)
-                os.chdir(here)
-    finally:
-        launch.run = start
-        os.chdir(here)
-
-
-def _unchanged(*folders: Path) -> None:
-    """Leave all as it is."""
-
-
-@contextlib.contextmanager
-def _folder(root: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(dir=root))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-KINDS: dict[str, tuple[Callable[[int, int, Path], Iterator[Outcome]], int]] = {
-    "checkpoints": (checkpoints, 150),
-    "models": (models, 200),
-    "runs": (runs, 100),
+Cases = Callable[[int, int, Path], Iterator[attempts.Outcome]]
+KINDS: dict[str, tuple[Cases, int]] = {
+    "checkpoints": (attempts.checkpoints, 150),
+    "models": (attempts.models, 200),
+    "runs": (attempts.runs, 100),
 }
 """Kind to its cases and how many there are."""
 
 
-def main() -> None:
-    """Run the cases and write the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=KINDS, default=None)
-    options = parser.parse_args()
-    found: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as root:
-        for kind, (cases, count) in KINDS.items():
-            if options.kind in (None, kind):
-                found += cases(options.seed, count, Path(root))
+def main(
+    seed: int = 0, kind: Annotated[str | None, tuple(KINDS), "only these; nothing is written"] = None
+) -> bool:
+    """Run the cases; whether one ended otherwise."""
+    found: list[attempts.Outcome] = []
+    with scratch() as root:
+        for name, (cases, count) in KINDS.items():
+            if kind in (None, name):
+                found += cases(seed, count, root)
     found = [replace(one, verdict="took long") if one.cpu_s > CPU_S else one for one in found]
-    bad = [outcome for outcome in found if outcome.verdict not in GOOD]
-    counts = {
-        kind: dict(Counter(o.verdict for o in found if o.kind == kind))
-        for kind in dict.fromkeys(o.kind for o in found)
-    }
-    for kind, verdicts in counts.items():
-        slowest = max(o.cpu_s for o in found if o.kind == kind)
-        print(f"{kind}: {verdicts}, at most {slowest:.2f} s of computing")
-    harmless = sorted({o.name for o in found if o.verdict == "harmless"})
+    bad = [outcome for outcome in found if outcome.verdict not in attempts.GOOD]
+    verdicts = {}
+    for name in dict.fromkeys(outcome.kind for outcome in found):
+        those = [outcome for outcome in found if outcome.kind == name]
+        verdicts[name] = counted(map(asdict, those), "verdict")
+        slowest = max(outcome.cpu_s for outcome in those)
+        print(f"{name}: {verdicts[name]}, at most {slowest:.2f} s of computing")
+    harmless = sorted({outcome.name for outcome in found if outcome.verdict == "harmless"})
     print(f"harmless: {', '.join(harmless)}")
     for outcome in bad:
         print(f"  {outcome.kind} {outcome.name!r}: {outcome.verdict}: {outcome.said}")
-    if options.kind is None:
-        body = {"seed": options.seed, "python_O": sys.flags.optimize > 0, "verdicts": counts}
-        RESULT.write_text(json.dumps({**body, "cases": [asdict(o) for o in found]}, indent=1) + "\n")
-    sys.exit(1 if bad else 0)
+    if kind is None:
+        body = {"seed": seed, "python_O": sys.flags.optimize > 0, "verdicts": verdicts}
+        BENCHMARK.keep({**body, "cases": [asdict(outcome) for outcome in found]})
+    return bool(bad)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,37 +2,33 @@
 
 make test-llamafactory                                                 (makes the environment)
 .venv-llamafactory/bin/python benchmarks/inside_llamafactory.py        (about ten minutes on two cores)
-.venv-llamafactory/bin/python benchmarks/inside_llamafactory.py --page (only the page, from the kept results)
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from measure import RESULTS
-from pages import DOCS, put
+from commandline import run
+from measure import ROOT
+from pages import Benchmark
+from processes import scratch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "llamafactory"))
-
-RESULT = RESULTS / "llamafactory.json"
 PACKAGES = ("llamafactory", "transformers", "accelerate", "peft", "torch")
 
 
-def run() -> dict[str, Any]:
-    """Every case of the tests, measured."""
+def measured() -> dict[str, Any]:
+    """Every case of the tests."""
+    sys.path.insert(0, str(ROOT / "tests" / "llamafactory"))
     import made
     from runs import CASES, measure
 
     cases = []
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
+    with scratch() as place:
         made.everything(place)
         for case in CASES:
             found = measure(case, place, place / case.name.replace(" ", "-"))
@@ -54,11 +50,13 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
         )
 
 
+BENCHMARK = Benchmark("inside_llamafactory", {"llamafactory.md": lines})
+
+
 def main() -> None:
-    if sys.argv[1:] != ["--page"]:
-        RESULT.write_text(json.dumps(run(), indent=1) + "\n")
-    put(DOCS / "llamafactory.md", Path(__file__).name, lines(json.loads(RESULT.read_text())))
+    """Measure, keep."""
+    BENCHMARK.keep(measured())
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,13 +8,14 @@ published runs' sources. The closed forms leave out `fixed`, the work of a step'
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
-from measure import RESULTS, machine
+from commandline import run
+from pages import Benchmark
+from processes import scratch
+from shapes import Fields, llama
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict
@@ -29,17 +30,11 @@ from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.table import Table
 from hyper_parallel.simulator.op_costs import Costs
 
+BENCHMARK = Benchmark("kinds")
 SIZES = {"vocab_size": 32000, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 32,
-    },
-    "llama, narrow": {"model_type": "llama", **SIZES, "intermediate_size": 8192, "num_hidden_layers": 4},
+MODELS: dict[str, Fields] = {
+    "llama": llama(4096, 2, 32, inner=11008, kv=32, vocabulary=32000, positions=2048),
+    "llama, narrow": llama(2048, 4, 16, inner=8192, kv=4, vocabulary=32000, positions=2048),
     "lfm2": {
         "model_type": "lfm2",
         **SIZES,
@@ -79,7 +74,7 @@ CLASSES = {
 
 def beside(name: str, folder: str, adapter: Any = None) -> dict[str, tuple[float, float]]:
     """Seconds by class and in all (`step`): simulated, and estimated without the step's fixed part."""
-    run = from_dict(
+    config = from_dict(
         {
             "version": 1,
             "out": folder,
@@ -91,8 +86,8 @@ def beside(name: str, folder: str, adapter: Any = None) -> dict[str, tuple[float
         source="kinds",
     )
     cluster = Cluster.named("h100x1")
-    predicted = predict_run(run, cluster)
-    table = Table.of(workload_of(run), cluster, profile("hyper-parallel"), micro=4.0)
+    predicted = predict_run(config, cluster)
+    table = Table.of(workload_of(config), cluster, profile("hyper-parallel"), micro=4.0)
     parts = {kind: float(part[0]) for kind, part in seconds_by_kind(table, fitted()).items()}
     costs, by_class = Costs(cluster), defaultdict(float)
     for op in (op for ops in predicted.timeline.trace.ops.values() for op in ops):
@@ -112,35 +107,34 @@ def _class(module: str, phase: str, kind: str) -> str:
 
 def published() -> list[dict[str, Any]]:
     """Runs of hybrids and of adapters: estimated and measured seconds of a step."""
-    given = [run for run in records(RUNS) if "Nemotron_3" in run["model"] or "task=LoRA" in run["notes"]]
+    given = [one for one in records(RUNS) if "Nemotron_3" in one["model"] or "task=LoRA" in one["notes"]]
     table, found = rows(given)
     seconds = np.broadcast_to(estimate(table, fitted()).seconds, table.n)
     told = []
-    for row, run in zip(found, given, strict=True):
+    for row, one in zip(found, given, strict=True):
         assert row.index is not None, row.unsupported
         at = row.index
         tokens = float(table.batch[at] * table.sequence[at])
-        measured = tokens / float(run["tokens_per_s_per_device"]) / float(table.devices[at])
-        shown = {name: run[name] for name in ("row_id", "model", "hardware", "precision", "framework")}
+        measured = tokens / float(one["tokens_per_s_per_device"]) / float(table.devices[at])
+        shown = {name: one[name] for name in ("row_id", "model", "hardware", "precision", "framework")}
         error = round(float(seconds[at]) / measured - 1, 4)
         told.append({**shown, "estimated_s": float(seconds[at]), "measured_s": measured, "error": error})
     return told
 
 
 def main() -> None:
-    """Write the result file."""
+    """Compare, keep."""
     cases = [(name, None) for name in MODELS] + [("llama", {"rank": 16}), ("llama, narrow", {"rank": 16})]
     compared = []
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch() as folder:
         for name, adapter in cases:
             classes = {
                 kind: {"simulated_ms": round(one * 1e3, 3), "estimated_ms": round(other * 1e3, 3)}
-                for kind, (one, other) in beside(name, folder, adapter).items()
+                for kind, (one, other) in beside(name, str(folder), adapter).items()
             }
             compared.append({"model": name, "adapter": adapter, "classes": classes})
-    told = {"machine": machine(), "preset": "h100x1", "compared": compared, "published": published()}
-    (RESULTS / "kinds.json").write_text(json.dumps(told, indent=1) + "\n")
+    BENCHMARK.keep({"preset": "h100x1", "compared": compared, "published": published()})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,11 +8,11 @@ which every link is slow. Nothing is timed.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from measure import write
+from commandline import run
+from pages import Benchmark, table
 
 from hyper_parallel.cluster import Cluster, crossing
 from hyper_parallel.compat import collectives
@@ -25,6 +25,7 @@ from hyper_parallel.strategy import Strategy
 Move = Callable[[Axis, torch.Tensor], torch.Tensor]
 ByLevel = dict[str, dict[str, dict[str, float]]]
 
+BENCHMARK = Benchmark("levels")
 MACHINES = (
     (16, Cluster(node=8)),
     (64, Cluster(node=8)),
@@ -56,47 +57,47 @@ def measure(world: int, cluster: Cluster, kind: str) -> ByLevel:
             torch.equal(piece, found["flat"][0][rank]) for rank, piece in found["levels"][0].items()
         ), kind
     levels, flat = found["levels"][1], found["flat"][1]
+    chunk = 32 * 4
     result: ByLevel = {}
     for level in cluster.levels[:-1]:
-        ours = crossing(levels, cluster, level)
-        ring = crossing(flat, cluster, level)
-        worst = crossing(flat, cluster, level, order="worst")
-        chunk = 32 * 4
+        crossed = {
+            "levels": crossing(levels, cluster, level),
+            "flat": crossing(flat, cluster, level),
+            "worst": crossing(flat, cluster, level, order="worst"),
+        }
         result[level] = {
-            "chunks": {
-                "levels": float(ours.bytes / chunk),
-                "flat": float(ring.bytes / chunk),
-                "worst": float(worst.bytes / chunk),
-            },
-            "messages": {
-                "levels": float(ours.messages),
-                "flat": float(ring.messages),
-                "worst": float(worst.messages),
-            },
+            "chunks": {name: float(one.bytes / chunk) for name, one in crossed.items()},
+            "messages": {name: float(one.messages) for name, one in crossed.items()},
         }
     return result
 
 
+def name_of(world: int, cluster: Cluster) -> str:
+    """A machine."""
+    supernodes = f", supernodes of {cluster.supernode}" if cluster.supernode else ""
+    return f"{world} ranks, nodes of {cluster.node}{supernodes}"
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    cases: dict[str, dict[str, ByLevel]] = {}
+    """Count, print, keep."""
+    cases = {
+        name_of(world, cluster): {kind: measure(world, cluster, kind) for kind in KINDS}
+        for world, cluster in MACHINES
+    }
+
+    def rows() -> Iterator[list[str]]:
+        for machine, kinds in cases.items():
+            for kind, by_level in kinds.items():
+                for level, row in by_level.items():
+                    messages = row["messages"]
+                    figures = [*row["chunks"].values(), messages["levels"], messages["flat"]]
+                    yield [machine, kind, level, *(f"{figure:g}" for figure in figures)]
+
     print("Chunks (a rank's share of the whole) and messages that leave for each device:\n")
-    print(
-        "| machine | collective | out of a | chunks: levels | flat ring | worst ring | messages: levels | flat |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for world, cluster in MACHINES:
-        machine = f"{world} ranks, nodes of {cluster.node}"
-        if cluster.supernode:
-            machine += f", supernodes of {cluster.supernode}"
-        cases[machine] = {kind: measure(world, cluster, kind) for kind in KINDS}
-        for kind, by_level in cases[machine].items():
-            for level, row in by_level.items():
-                chunks, messages = row["chunks"], row["messages"]
-                figures = [*chunks.values(), messages["levels"], messages["flat"]]
-                print(f"| {machine} | {kind} | {level} | {' | '.join(f'{f:g}' for f in figures)} |")
-    write("levels", {"cases": cases})
+    columns = "machine|collective|out of a|chunks: levels|flat ring|worst ring|messages: levels|flat"
+    print(*table(columns, rows()), sep="\n")
+    BENCHMARK.keep({"cases": cases})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -24,31 +24,30 @@ time that no wait was blocked for.
 
 from __future__ import annotations
 
-import argparse
-import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-import measure
-import torch
+import masking_workers
+from commandline import Again, Only, run
+from masking_workers import simulated
+from pages import Benchmark, table
+from shapes import LLAMA_70B, Fields, llama
+from training import build, recipe_of, shape_of
 
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_process_group import fake_ranks
-from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap import FsdpBaseline, overlap
-from hyper_parallel.overlap.overlap_pass import simulated
-from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-from hyper_parallel.step.lr_schedule import schedule
-from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.trace import Timeline
 
+BENCHMARK = Benchmark("masking")
 NAIVE = (0.55, 0.65)
 MICRO = 2
 
@@ -91,65 +90,29 @@ CASES = (
 )
 
 
-def config_of(case: Case) -> Any:
-    """The Transformers config of a published shape, with fewer layers."""
-    from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig
-
-    if case.model == "llama-70b":
-        return LlamaConfig(
-            vocab_size=128256,
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=case.layers,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-        )
-    if case.model == "mixtral-8x7b":
-        return MixtralConfig(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=case.layers,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=32768,
-            sliding_window=None,
-            experts_implementation="grouped_mm",
-        )
+MIXTRAL = llama(4096, 32, 32, inner=14336, kv=8, vocabulary=32000, positions=32768, sliding_window=None)
+MIXTRAL |= {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+MODELS: dict[str, Fields] = {
+    "llama-70b": {**LLAMA_70B, "max_position_embeddings": 131072},
+    "mixtral-8x7b": MIXTRAL,
     # Values padded to the size of the keys, as flash attention takes them; one dense layer for the three of 61.
-    return DeepseekV3Config(
-        num_hidden_layers=case.layers,
-        first_k_dense_replace=1,
-        v_head_dim=192,
-        experts_implementation="grouped_mm",
-    )
+    "deepseek-v3": {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "v_head_dim": 192},
+}
 
 
 def captured(case: Case, rows: int, length: int) -> StepGraph:
     """The step of rank 0, as training rewrites it."""
-    from transformers import AutoModelForCausalLM
-
-    strategy = hp.Strategy.model_validate(
-        {
-            "version": 1,
-            "axes": case.axes,
-            "sequence": case.axes.get("tensor", 1) > 1,
-            "precision": {"compute": "bfloat16"},
-            "memory": {"recompute": "layer"},
-        }
+    strategy = hp.Strategy(
+        axes=case.axes,
+        sequence=case.axes.get("tensor", 1) > 1,
+        precision={"compute": "bfloat16"},
+        memory={"recompute": "layer"},
     )
+    fields = {**MODELS[case.model], "num_hidden_layers": case.layers}
     with fake_ranks(case.world, 0):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config_of(case))
-        hp.parallelize(model, strategy, lowering="traceable")
-        optimizer = build_optimizer(model, AdamWConfig(lr=1e-3))
-        plan = schedule(ScheduleConfig(name="constant"), 1000)
-        recipe = Recipe(model, hp.sharded(model), optimizer, plan, clip=1.0)
+        recipe = recipe_of(build(fields, strategy))
         with StepContext(even_load=1.0).installed():
-            step = capture_step(recipe, BatchShape(((rows, length),) * MICRO, (False,) * MICRO))
+            step = capture_step(recipe, shape_of(rows, length, MICRO))
         return rewritten(step, passes(strategy, ordered=False))
 
 
@@ -169,7 +132,7 @@ def figures(timeline: Timeline) -> dict[str, float | None]:
     }
 
 
-def run(case: Case) -> dict[str, Any]:
+def measured(case: Case) -> dict[str, Any]:
     """The batch at which the usual schedule masks as much as was looked for, and what the overlap pass makes of it."""
     cluster = Cluster.named(f"{case.cluster}x{case.world}")
     device = cluster.device
@@ -213,49 +176,42 @@ def run(case: Case) -> dict[str, Any]:
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Markdown; simulated."""
-    lines = [
-        "| simulated | batch | usual: blocked | end to end | overlap: blocked | end to end | allowed | step |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for one in results:
-        naive, ours = one["naive"], one["overlap"]
-        lines.append(
-            f"| {one['case']} | {MICRO} × {one['rows']} × {one['positions']} | {naive['masked_blocked']:.1%} "
-            f"| {naive['masked_end_to_end']:.1%} | {ours['masked_blocked']:.1%} | {ours['masked_end_to_end']:.1%} "
-            f"| {ours['allowed']:.1%} | {ours['step_s'] / naive['step_s']:.3f} × |"
-        )
-    return "\n".join(lines)
+def shown(cases: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The table of what was simulated."""
+
+    def cells(case: Mapping[str, Any]) -> Iterator[str]:
+        yield from (case["case"], f"{MICRO} × {case['rows']} × {case['positions']}")
+        for side in (case["naive"], case["overlap"]):
+            yield from (f"{side['masked_blocked']:.1%}", f"{side['masked_end_to_end']:.1%}")
+        yield f"{case['overlap']['allowed']:.1%}"
+        yield f"{case['overlap']['step_s'] / case['naive']['step_s']:.3f} ×"
+
+    columns = "simulated|batch|usual: blocked|end to end|overlap: blocked|end to end|allowed|step"
+    yield from table(columns, (list(cells(case)) for case in cases))
 
 
-def main() -> None:
-    """Run the cases and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="run cases whose name holds this")
-    parser.add_argument("--layers", type=int, help="of every case, in place of its own")
-    parser.add_argument("--again", action="store_true", help="run cases that the result has already")
-    parser.add_argument("--no-workers", action="store_true", help="only simulate")
-    arguments = parser.parse_args()
-    known = measure.RESULTS / "masking.json"
-    result: dict[str, Any] = json.loads(known.read_text()) if known.exists() else {}
-    cases: dict[str, Any] = result.setdefault("simulated", {})
+def main(
+    only: Only = "",
+    layers: Annotated[int | None, "of every case, in place of its own"] = None,
+    again: Again = False,
+    no_workers: Annotated[bool, "only simulate"] = False,
+) -> None:
+    """Simulate what is missing, run the workers, keep."""
+    kept = BENCHMARK.kept()
+    result = {key: kept.get(key, {}) for key in ("simulated", "workers")}
+    cases: dict[str, Any] = result["simulated"]
     for case in CASES:
-        if arguments.layers:
-            case = replace(case, layers=arguments.layers)
-        if arguments.only in case.name and (arguments.again or case.name not in cases):
+        if layers:
+            case = replace(case, layers=layers)
+        if only in case.name and (again or case.name not in cases):
             print(case.name, flush=True)
-            cases[case.name] = run(case)
-            measure.write("masking", result)
-    print(table(list(cases.values())))
-    if not arguments.no_workers:
-        import masking_workers
-
-        result["workers"] = masking_workers.run()
-    print(measure.write("masking", result))
+            cases[case.name] = measured(case)
+            BENCHMARK.keep(result)
+    print("\n".join(shown(cases.values())))
+    if not no_workers:
+        result["workers"] = masking_workers.measured()
+        BENCHMARK.keep(result)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

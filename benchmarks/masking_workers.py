@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import Stepping, scratch
+from shapes import llama
+from training import build, captured
 
 import hyper_parallel as hp
 from hyper_parallel.calibrate.collectives import fit
@@ -21,19 +22,14 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.cluster.measured import CollectiveTable
 from hyper_parallel.compat import collectives
-from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, lower
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.overlap import FsdpBaseline, overlap
 from hyper_parallel.overlap.jobs import Priced, Prices, jobs_of
 from hyper_parallel.overlap.list_scheduling import COMPUTE
-from hyper_parallel.overlap.overlap_pass import simulated
+from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.engine import Run
 from hyper_parallel.simulator.op_costs import Costs, Leg
-from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-from hyper_parallel.step.lr_schedule import schedule
-from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.trace import Collective, Timeline
 
 WORLD, REPEATS = 2, 11
@@ -43,24 +39,25 @@ COMPUTE_TO_COMMUNICATION = 1.5
 """What the made-up device is made to take for its kernels."""
 
 
-def run() -> dict[str, Any]:
+def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None = None) -> Timeline:
+    """What a step would take where every rank runs it."""
+    ranks = {rank for _, members in step.groups.values() for rank in members} | {0}
+    trace = lower({"all": step}, dict.fromkeys(sorted(ranks), "all"), sizes=sizes, views=False)
+    return simulate(trace, cluster)
+
+
+def measured() -> dict[str, Any]:
     """Simulated beside measured masking, of the usual schedule and of the overlap pass."""
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [context.Process(target=_worker, args=(rank, port, queue)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    while queue.empty():
-        if any(process.exitcode for process in processes):
-            for process in processes:
-                process.kill()
-            raise SystemExit("a worker failed")
-        time.sleep(0.5)
-    result: dict[str, Any] = queue.get()
-    for process in processes:
-        process.join()
+    with scratch() as folder:
+        ranks = [Stepping(rank_of_workers, rank, str(folder / "store")) for rank in range(WORLD)]
+        for process in ranks:
+            process.begin()
+        try:
+            result, _ = (process.answer() for process in ranks)
+        finally:
+            for process in ranks:
+                process.process.kill()
+                process.close()
     for name, one in result["schedules"].items():
         masked = f"{one['masked_simulated']:.1%} simulated, {one['masked_measured']:.1%} measured"
         seconds = f"{one['step_simulated_s']:.3f} s simulated, {one['step_measured_s']:.3f} s measured"
@@ -68,16 +65,19 @@ def run() -> dict[str, Any]:
     return result
 
 
-def _worker(rank: int, port: int, queue: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def rank_of_workers(rank: int, store: str) -> dict[str, Any]:
+    """A worker, whose collectives run one after the other."""
     torch.set_num_threads(1)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # One collective after the other, as on an accelerator's queue; gloo's two threads would send two at once.
+    # As on an accelerator's queue; gloo's two threads would send two at once.
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[attr-defined]
-    store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, pg_options=options)
-    step = _step()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, pg_options=options
+    )
+    fields = llama(512, 3, 8, inner=1024, kv=8, vocabulary=2048, positions=1024)
+    strategy = hp.Strategy(axes={"tensor": WORLD}, sequence=True)
+    step = captured(build(fields, strategy), 8, 1024, micro_batches=2)
     planned = _machine(step, _begun(step))
     schedules = {"usual": FsdpBaseline()(step), "overlap": overlap(step, planned).step}
     players = {name: _Player(graph, planned) for name, graph in schedules.items()}
@@ -106,35 +106,13 @@ def _worker(rank: int, port: int, queue: Any) -> None:
         found[name] = {
             "masked_simulated": 1 - exposed / communicating,
             "masked_measured": 1 - blocked / communicating,
-            "masked_simulated_with_means": simulated(graph, cluster, {}).masked.blocked,
+            "masked_simulated_with_means": simulated(graph, cluster).masked.blocked,
             "step_simulated_s": statistics.median(timeline.step for timeline in timelines),
             "step_measured_s": taken,
         }
-    if rank == 0:
-        queue.put({"workers": WORLD, "spread_of_collectives": spread, "schedules": found})
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _step() -> StepGraph:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=2048,
-                hidden_size=512,
-                intermediate_size=1024,
-                num_hidden_layers=3,
-                num_attention_heads=8,
-                max_position_embeddings=1024,
-            )
-        )
-    strategy = {"version": 1, "axes": {"tensor": WORLD}, "sequence": True}
-    hp.parallelize(model, hp.Strategy.model_validate(strategy), lowering="traceable")
-    plan = schedule(ScheduleConfig(name="constant"), 10)
-    recipe = Recipe(model, hp.sharded(model), build_optimizer(model, AdamWConfig(lr=1e-3)), plan, clip=1.0)
-    return capture_step(recipe, BatchShape(((8, 1024),) * 2, (False,) * 2))
+    return {"workers": WORLD, "spread_of_collectives": spread, "schedules": found}
 
 
 def _begun(step: StepGraph) -> dict[tuple[str, int], float]:

@@ -14,32 +14,29 @@ no more and takes no longer. In the simulated part both are exact; in the real o
 median of the paired ratios is at most 1.
 
 With --quick, small shapes and few rounds; nothing is kept. Some minutes in all, and one core is used at a time but by
-copies and by the two simulated workloads.
+copies and by the two simulated workloads. A part that was not run yet is named on the page.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import llama_8b
 import offload_peers as peers
-from measure import RESULTS, paired_ratio, write
+from campaigns import in_processes
+from commandline import run
+from measure import paired_ratio
 from offload_ascend import RUNS, predicted
-from offload_pages import ROWS, lines
-from offload_real import Contestant, Process, Setting, bounds
-from pages import DOCS, put
+from offload_real import Contestant, Setting, bounds, serve
+from pages import Benchmark, table
+from processes import Stepping, scratch
+from training import SEQUENCE, llama_8b_step
 
 from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
@@ -53,6 +50,8 @@ EMULATED = 512 << 20
 ROUNDS = 5
 LAYERS = 4
 """Of the model in the real part."""
+ROWS = (1, 4)
+"""Rows of the simulated workloads."""
 SHARES = (0.1, 0.25, 0.5)
 """Where further budgets lie between the working set and the peak."""
 HOST_BYTES = 2**40
@@ -82,33 +81,44 @@ POLICIES: dict[str, Callable[[peers.Case], peers.Point]] = {
 # Real.
 
 
-def real(given: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Running:
+    """A contestant's process."""
+
+    note: str
+    how: Contestant
+    process: Stepping
+    about: Mapping[str, Any]
+    """Its peak, its losses and what is known of its plan."""
+
+
+def real(quick: bool, rounds: int, cluster: Path | None, flash: Path | None) -> dict[str, Any]:
     """Contestants taking turns."""
-    layers, rounds = (2, 2) if given.quick else (LAYERS, given.rounds)
-    with tempfile.TemporaryDirectory() as made:
-        cluster = given.cluster or _calibrated(Path(made), given.quick)
-        setting = Setting(layers, EMULATED, str(given.flash or Path(made) / "spill"), str(cluster))
+    layers, rounds = (2, 2) if quick else (LAYERS, rounds)
+    with scratch() as folder:
+        cluster = cluster or _calibrated(folder, quick)
+        setting = Setting(layers, EMULATED, str(flash or folder / "spill"), str(cluster))
         running = {name: _started(name, note, how, setting) for name, (note, how) in OTHERS.items()}
         known = bounds(setting)
         for name, how in _ours(running, known["working_set"]).items():
             running[name] = _started(name, "real direct I/O" if how.flash else "", how, setting)
         seconds: dict[str, list[float]] = {name: [] for name in running}
         for _ in range(rounds):
-            for name, process in running.items():
-                seconds[name].append(process.step())
-        for process in running.values():
-            process.close()
+            for name, one in running.items():
+                seconds[name].append(one.process.next())
+        for one in running.values():
+            one.process.close()
     rows = [
         {
             "name": name,
-            "note": process.note,
-            "ours": process.how.budget is not None,
-            "flash": process.how.flash,
-            **process.about,
+            "note": one.note,
+            "ours": one.how.budget is not None,
+            "flash": one.how.flash,
+            **one.about,
             "seconds": seconds[name],
             "median_s": statistics.median(seconds[name]),
         }
-        for name, process in running.items()
+        for name, one in running.items()
     ]
     known_losses = [row["losses"][:_COMPARED] for row in rows]
     return {
@@ -125,10 +135,11 @@ def real(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _started(name: str, note: str, how: Contestant, setting: Setting) -> Process:
-    process = Process(name, note, how, setting)
-    print(f"  {name}: {process.about['peak'] / 2**20:.1f} MiB", flush=True)
-    return process
+def _started(name: str, note: str, how: Contestant, setting: Setting) -> Running:
+    process = Stepping(serve, how, setting)
+    started = Running(note, how, process, process.next())
+    print(f"  {name}: {started.about['peak'] / 2**20:.1f} MiB", flush=True)
+    return started
 
 
 def _calibrated(folder: Path, quick: bool) -> Path:
@@ -139,9 +150,9 @@ def _calibrated(folder: Path, quick: bool) -> Path:
     return folder / "cluster.yaml"
 
 
-def _ours(others: Mapping[str, Process], working_set: int) -> dict[str, Contestant]:
+def _ours(others: Mapping[str, Running], working_set: int) -> dict[str, Contestant]:
     """Budgets: the peaks of the two ways that hold least, and half of the way from the working set to the lower."""
-    recompute = min(process.about["peak"] for process in others.values() if process.how.recompute)
+    recompute = min(one.about["peak"] for one in others.values() if one.how.recompute)
     saved = min(others[name].about["peak"] for name in OTHERS if name.endswith("arena"))
     low = (working_set + min(recompute, saved)) // 2
     return {
@@ -169,18 +180,18 @@ def _below_measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # Simulated.
 
 
-def simulated(given: argparse.Namespace) -> dict[str, Any]:
+def simulated(rows: Sequence[int], layers: int) -> dict[str, Any]:
     """Each workload in a process of its own."""
-    rows = (given.rows or ROWS)[: 1 if given.quick else None]
-    layers = 2 if given.quick else given.layers
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(workload, rows, [layers] * len(rows)))
-    return {"machine": "one H100 and its link to the host (simulated)", "workloads": found}
+    found = dict(in_processes(partial(workload, layers=layers), rows, workers=2, per_process=1))
+    return {
+        "machine": "one H100 and its link to the host (simulated)",
+        "workloads": [found[count] for count in rows],
+    }
 
 
 def workload(rows: int, layers: int) -> dict[str, Any]:
     """Others' points and ours, of a step of so many rows."""
-    step = llama_8b.captured(layers, rows)
+    step = llama_8b_step(layers, rows)
     cluster = Cluster.named("h100")
     link = cluster.link("host")
     case = peers.Case(step, cluster, Rate(link.latency, link.reached))
@@ -193,7 +204,7 @@ def workload(rows: int, layers: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "layers": layers,
-        "sequence": llama_8b.SEQUENCE,
+        "sequence": SEQUENCE,
         "link_B_s": case.link.bandwidth,
         "working_set": least,
         "peak": peak,
@@ -239,94 +250,138 @@ def below_simulated(
     return found
 
 
-# On eight 910C.
-
-
-def ascend(given: argparse.Namespace) -> dict[str, Any]:
-    """Published beside simulated."""
-    return {name: predicted(name, quick=given.quick) for name in RUNS}
-
-
 # What is shown.
 
 
-def show(part: str, found: Mapping[str, Any]) -> None:
-    """Tables, each with its label."""
-    if part == "real":
-        print(
-            f"\nreal steps, {found['layers']} layers; link emulated at {found['emulated_bandwidth'] / 2**20:.0f} MiB/s"
+def lines(kept: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of all parts; for a part that was not run, a line that says so."""
+    for part, (what, shown) in _TABLES.items():
+        if part in kept:
+            yield from shown(kept[part])
+        else:
+            yield from (f"Not run yet: {what}.", "")
+
+
+def _simulated(found: Mapping[str, Any]) -> Iterator[str]:
+    missing = [str(rows) for rows in ROWS if rows not in [one["rows"] for one in found["workloads"]]]
+    if missing:
+        yield f"Not run yet: the simulated step of {' and '.join(missing)} rows."
+        yield ""
+    for one in found["workloads"]:
+        yield (
+            f"Simulated: one H100, a link of {one['link_B_s'] / 1e9:.1f} GB/s each way, {one['rows']} × "
+            f"{one['sequence']:,} tokens, {one['layers']} layers, no limit on the device's memory."
         )
-        for row in found["rows"]:
-            print(
-                f"  {row['name']:34} {row['peak'] / 2**20:8.1f} MiB {row['median_s']:8.3f} s  {row['note']}"
-            )
-        _show_below(found["below"])
-        print(f"  ours has the losses of eager steps, bit by bit: {found['same_bits']}")
-    elif part == "simulated":
-        for one in found["workloads"]:
-            print(
-                f"\nsimulated, Llama 8B, {one['rows']} × {one['sequence']}, one H100, "
-                f"{one['link_B_s'] / 1e9:.1f} GB/s each way"
-            )
-            for name, point in one["others"].items():
-                print(f"  {name:34} {point['peak'] / 2**30:8.2f} GiB {point['seconds']:8.3f} s")
-            for point in one["ours"]:
-                print(
-                    f"  {'ours':34} {point['peak'] / 2**30:8.2f} GiB {point['seconds']:8.3f} s  "
-                    f"planned in {point['planning_s']:.0f} s"
-                )
-            _show_below(one["below"])
-    else:
-        for name, run in found.items():
-            print(f"\n{name} on 8 × 910C: {run['assumed']}")
-            for row in run["rows"]:
-                published = f"{row['published_s']:.2f} s published" if row["published_s"] else ""
-                print(
-                    f"  {row['name']:34} {row['peak'] / 2**30:8.2f} GiB {row['simulated_s']:8.3f} s simulated  "
-                    f"{published}"
-                )
-            print(
-                f"  {run['published_ratio']:.3f} of the time published, {run['simulated_ratio']:.3f} simulated"
-            )
+        yield ""
+        yield "| | Peak | Step | Ours, holding no more |"
+        yield "|---|---|---|---|"
+        seconds = {point["budget"]: point["seconds"] for point in one["ours"]}
+        for name, point in one["others"].items():
+            below = one["below"][name]
+            ours = f"{seconds[below['budget']]:.3f} s" if "budget" in below else "none"
+            yield f"| {name} | {_gib(point['peak'])} | {point['seconds']:.3f} s | {ours} |"
+        known = {point["peak"] for point in one["others"].values()}
+        for point in one["ours"]:
+            if point["budget"] not in known:
+                yield f"| a budget of {_gib(point['budget'])} | {_gib(point['peak'])} | | {point['seconds']:.3f} s |"
+        yield ""
+        yield _verdict(one["below"])
+        yield ""
 
 
-def _show_below(below: Mapping[str, Mapping[str, Any]]) -> None:
-    above = [
-        f"{name} ({one.get('ratio', float('inf')):.2f} ×)"
-        for name, one in below.items()
-        if not one["on_or_below"]
-    ]
-    print(f"  ours on or below every other: {not above}" + (f"; above: {', '.join(above)}" if above else ""))
-
-
-def main() -> int:
-    """Run, print, keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def _real(found: Mapping[str, Any]) -> Iterator[str]:
+    rows, below = found["rows"], found["below"]
+    others = [row["name"] for row in rows if not row["ours"]]
+    yield (
+        f"Measured: a Llama of {found['layers']} layers on a CPU, one thread; the link to the memory that is not "
+        f"counted is emulated at {found['emulated_bandwidth'] / 2**20:.0f} MiB/s each way, flash is a real disk. "
+        f"{len(others)} alternatives and {len(rows) - len(others)} of our plans alternate, {len(rows[0]['seconds'])} "
+        "steps each; times are medians. The last column compares each with our best plan that holds no more: the "
+        "median of the paired ratios and its 95% interval."
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--quick", action="store_true", help="small shapes; nothing is kept")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the real part")
-    parser.add_argument("--layers", type=int, default=32, help="of the simulated part")
-    parser.add_argument("--rows", type=int, nargs="+", help="of the simulated part")
-    parser.add_argument("--cluster", type=Path, help="this machine's cluster file; left out, it is measured")
-    parser.add_argument("--flash", type=Path, help="a folder on the disk to use; left out, a temporary one")
-    given = parser.parse_args()
-    path = RESULTS / "offload.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    kept = {part: kept[part] for part in PARTS if part in kept}
-    for part in given.only:
+    yield ""
+    yield "| | Peak | Step | | Ours, holding no more, takes |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        one = below.get(row["name"])
+        ours = f"{one['ratio']:.2f} × ({one['low']:.2f} to {one['high']:.2f}): {one['by']}" if one else ""
+        yield f"| {row['name']} | {row['peak'] / 2**20:.1f} MiB | {row['median_s']:.3f} s | {row['note']} | {ours} |"
+    yield ""
+    yield _verdict(below)
+    alone = [name for name in others if name not in below]
+    if alone:
+        yield f"None of our plans that were run holds as little as: {'; '.join(alone)}."
+    if found["same_bits"]:
+        yield "The losses of our steps equal those of eager ones bit for bit."
+    else:
+        yield "The losses of our steps do **not** equal those of eager ones bit for bit."
+    yield ""
+
+
+def _ascend(found: Mapping[str, Any]) -> Iterator[str]:
+    rows = []
+    for name, one in found.items():
+        if isinstance(one, dict):
+            for row in one["rows"]:
+                published = f"{row['published_s']:.2f} s" if row["published_s"] else ""
+                simulated = f"{row['simulated_s']:.2f} s"
+                rows.append(f"| {name}, {row['name']} | {_gib(row['peak'])} | {simulated} | {published} |")
+            ratios = f"{one['simulated_ratio']:.2f} | {one['published_ratio']:.2f}"
+            rows.append(f"| {name}, of the baseline's time | | {ratios} |")
+    yield from table("On eight 910C | Peak, simulated | Step, simulated | Step, published", rows)
+    yield ""
+
+
+_TABLES = {
+    "real": ("the real steps", _real),
+    "simulated": ("the simulated steps on an H100", _simulated),
+    "ascend": ("the simulated steps on eight 910C", _ascend),
+}
+
+
+def _verdict(below: Mapping[str, Mapping[str, Any]]) -> str:
+    above = [name for name, one in below.items() if not one["on_or_below"]]
+    if not above:
+        return (
+            "Ours lies on or below the point of every alternative."
+            if below
+            else "Ours is compared with no alternative."
+        )
+    return f"Ours lies above the point of: {', '.join(above)}."
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+BENCHMARK = Benchmark("offload", {"offload.md": lines})
+
+
+def main(
+    only: Annotated[tuple[str, ...], PARTS] = PARTS,
+    quick: Annotated[bool, "small shapes; nothing is kept"] = False,
+    rounds: Annotated[int, "of the real part"] = ROUNDS,
+    layers: Annotated[int, "of the simulated part"] = 32,
+    rows: Annotated[tuple[int, ...], "of the simulated part"] = ROWS,
+    cluster: Annotated[Path | None, "this machine's cluster file; left out, it is measured"] = None,
+    flash: Annotated[Path | None, "a folder on the disk to use; left out, a temporary one"] = None,
+) -> None:
+    """Run, print, keep."""
+    result = {part: row for part, row in BENCHMARK.kept().items() if part in PARTS}
+    for part in only:
         begun = time.perf_counter()
         print(f"{part} …", flush=True)
-        found = {"real": real, "simulated": simulated, "ascend": ascend}[part](given)
-        show(part, found)
-        kept[part] = {**found, "took_s": time.perf_counter() - begun}
-        if not given.quick:
-            kept = {one: kept[one] for one in PARTS if one in kept}
-            print(write("offload", kept), flush=True)
-            put(DOCS / "offload.md", "offload.py", lines(kept))
-    return 0
+        if part == "real":
+            found = real(quick, rounds, cluster, flash)
+        elif part == "simulated":
+            found = simulated(*((rows[:1], 2) if quick else (rows, layers)))
+        else:
+            found = {name: predicted(name, quick=quick) for name in RUNS}
+        print("\n".join(_TABLES[part][1](found)))
+        result[part] = {**found, "took_s": time.perf_counter() - begun}
+        if not quick:
+            BENCHMARK.keep({one: result[one] for one in PARTS if one in result})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

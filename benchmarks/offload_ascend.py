@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import llama_8b
-from capture import CASES
 from memory import SHAPE
+from shapes import DEEPSEEK_V3, LLAMA_8B, Fields, run_file, with_layers
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict
@@ -32,7 +31,7 @@ HOST = "170GB"
 class Run:
     """A training step of which two figures are published."""
 
-    model: dict[str, Any]
+    model: Fields
     axes: dict[str, int]
     sequence: int
     batch: int
@@ -42,10 +41,9 @@ class Run:
     assumed: str
 
 
-_DEEPSEEK = CASES["DeepSeek-V3, shard 64 · expert 64"].model
 RUNS = {
     "Llama-3-8B": Run(
-        llama_8b.MODEL,
+        LLAMA_8B,
         {"shard": 8},
         4096,
         24,
@@ -54,7 +52,7 @@ RUNS = {
         "24 rows of 4,096 tokens, three on each device at once, shard 8, fp32 state, bf16 arithmetic",
     ),
     "DeepSeek-V3": Run(
-        {**_DEEPSEEK, "num_hidden_layers": 4, "first_k_dense_replace": 3},
+        with_layers(DEEPSEEK_V3, 4),
         {"shard": 8, "expert": 8},
         4096,
         8,
@@ -100,18 +98,11 @@ def _config(run: Run, memory: dict[str, Any], quick: bool) -> Any:
     if quick:
         small = {"hidden_size", "intermediate_size", "vocab_size"}
         model |= {key: SHAPE[key] for key in small} | {"num_hidden_layers": 4}
-    return from_dict(
-        {
-            "version": 1,
-            "out": "unused",
-            "model": {"config": model},
-            "data": {"train": ["unused"], "sequence": 256 if quick else run.sequence},
-            "train": {"batch": run.batch, "micro_batch": run.micro_batch, "clip": 1.0},
-            "strategy": {
-                "version": 1,
-                "axes": run.axes,
-                "precision": {"param": "float32", "compute": "bfloat16", "reduce": "float32"},
-                "memory": memory,
-            },
-        }
-    )
+    strategy = {
+        "axes": run.axes,
+        "precision": {"param": "float32", "compute": "bfloat16", "reduce": "float32"},
+        "memory": memory,
+    }
+    train = {"batch": run.batch, "micro_batch": run.micro_batch, "clip": 1.0}
+    length = 256 if quick else run.sequence
+    return from_dict(run_file(model, sequence=length, strategy=strategy, train=train))

@@ -20,27 +20,26 @@ simulated.
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-import llama_8b
+from commandline import run
 from measure import write
+from pages import Benchmark
+from training import SHARES, llama_8b_step
 
+from harness.exact_milp import Exact
+from harness.memory_problems import drawn, under
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading import OffloadTier, Plan, Problem, Rate, build_problem, choose
 from hyper_parallel.offloading.schedule.lower_bound import least_seconds, zero_stall_budget
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from harness.exact_milp import Exact
-from harness.memory_problems import drawn, under
-
+T = TypeVar("T")
+BENCHMARK = Benchmark("offload_bounds")
 LINKS = (25, 50, 400)
 """GiB/s each way."""
 SMALL = {"seen": range(40), "fresh": range(1000, 1040)}
@@ -55,13 +54,18 @@ CLOSE = 1 / 512
 """Of the peak: how far the bisection of the least budget without stall goes."""
 
 
-def timed(problem: Problem) -> tuple[Plan, float]:
-    """The plan, and the seconds that finding it took."""
-    begun = time.process_time()
-    return choose(problem), time.process_time() - begun
+def timed(solve: Callable[[], T], clock: Callable[[], float] = time.process_time) -> tuple[T, float]:
+    """What is found, and the seconds that it took: of a processor, where no other clock is given."""
+    begun = clock()
+    return solve(), clock() - begun
 
 
-def small(seed: int) -> Problem:
+def above(plan: Plan, bound: float, what: str) -> str:
+    """A plan beside a bound."""
+    return f"{plan.seconds:.5f} s a step, {what} {bound:.5f} s: {plan.seconds / bound - 1:+.2%}"
+
+
+def small_problem(seed: int) -> Problem:
     """A random problem, with a budget between the working set and the middle."""
     draw = random.Random(seed)
     problem = drawn(seed, draw.randint(20, 60), draw.randint(40, 120))
@@ -80,8 +84,8 @@ def small_instances(limit: float, seeds: Iterable[int]) -> list[dict[str, float]
     """A plan of each and its bounds, proved in so many seconds of the solver's processor; printed too."""
     rows = []
     for seed in seeds:
-        problem = small(seed)
-        plan, took = timed(problem)
+        problem = small_problem(seed)
+        plan, took = timed(lambda problem=problem: choose(problem))
         linear = least_seconds(problem, places=problem.nodes)
         bound, closed = proved(problem, plan, linear, limit)
         rows.append(
@@ -96,36 +100,26 @@ def small_instances(limit: float, seeds: Iterable[int]) -> list[dict[str, float]
                 "planning_s": took,
             }
         )
+        shown = f"  {len(problem.held)} storages, {problem.nodes} nodes: {above(plan, bound, 'whole copies at least')}"
+        stopped = "" if closed else " (solver stopped)"
         print(
-            f"  {len(problem.held)} storages, {problem.nodes} nodes: {plan.seconds:.5f} s a step, whole copies at "
-            f"least {bound:.5f} s: {plan.seconds / bound - 1:+.2%}{'' if closed else ' (solver stopped)'}, "
-            f"linear program {linear:.5f} s: {plan.seconds / linear - 1:+.2%}; planned in {took:.1f} s",
-            flush=True,
+            f"{shown}{stopped}; {above(plan, linear, 'linear program')}; planned in {took:.1f} s", flush=True
         )
-    closed_rows = [row for row in rows if row["closed"]]
-    for name, what, some in (
-        ("bound_s", "whole copies", rows),
-        ("bound_s", "whole copies, of which the solver came to its end", closed_rows),
-        ("linear_s", "linear program", rows),
-    ):
-        above = sorted(row["ours_s"] / row[name] - 1 for row in some)
-        if not above:
-            continue
-        within = sum(one <= NEAR for one in above)
-        print(
-            f"small instances, {what}: {above[len(above) // 2]:+.2%} above the bound in the median, "
-            f"{above[-1]:+.2%} at the most; {within} of {len(above)} within {NEAR:.0%}"
-        )
+    summed("whole copies", "bound_s", rows)
+    summed("whole copies, of which the solver came to its end", "bound_s", [r for r in rows if r["closed"]])
+    summed("linear program", "linear_s", rows)
     return rows
 
 
-def small_sets(limit: float) -> None:
-    """All of them, kept apart from the large one's result."""
-    found: dict[str, Any] = {"solver_s": limit}
-    for name, seeds in SMALL.items():
-        print(f"{name}:", flush=True)
-        found[name] = small_instances(limit, seeds)
-    print(write("offload_bounds_small", found))
+def summed(what: str, bound: str, rows: Sequence[dict[str, float]]) -> None:
+    """Say how far plans are above a bound."""
+    off = sorted(row["ours_s"] / row[bound] - 1 for row in rows)
+    if off:
+        within = sum(one <= NEAR for one in off)
+        print(
+            f"small instances, {what}: {off[len(off) // 2]:+.2%} above the bound in the median, "
+            f"{off[-1]:+.2%} at the most; {within} of {len(off)} within {NEAR:.0%}"
+        )
 
 
 def proved(problem: Problem, plan: Plan, linear: float, limit: float) -> tuple[float, bool]:
@@ -148,7 +142,7 @@ def without_stall(problem: Problem, low: int, high: int) -> tuple[int, list[floa
     while high - low > CLOSE * max(problem.profile()):
         middle = (low + high) // 2
         try:
-            plan, took = timed(replace(problem, budget=middle))
+            plan, took = timed(lambda middle=middle: choose(replace(problem, budget=middle)))
             seconds.append(took)
             stalls = plan.stall > 1e-6 * problem.starts[-1]
         except BudgetError:
@@ -157,77 +151,70 @@ def without_stall(problem: Problem, low: int, high: int) -> tuple[int, list[floa
     return high, seconds
 
 
-def main() -> None:
-    """Run, print, keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def at_link(base: Problem, link: int) -> dict[str, Any]:
+    """The large step over one link to the host."""
+    peak, least, rate = max(base.profile()), base.working_set, Rate(1e-5, link * 2**30)
+    problem = replace(base, spaces=(OffloadTier("host", 2**40, rate, rate),))
+    bound, solved = timed(lambda: zero_stall_budget(problem), time.perf_counter)
+    ours, planning = without_stall(problem, max(bound, least), peak)
+    print(
+        f"{link} GiB/s: no stall from {ours / 2**30:.2f} GiB, bound {bound / 2**30:.2f} GiB: "
+        f"{ours / bound - 1:+.2%} (solved in {solved:.0f} s)",
+        flush=True,
     )
-    parser.add_argument("--layers", type=int, help="of the 32")
-    parser.add_argument("--small", action="store_true", help="only the small instances")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a processor, for each small instance")
-    given = parser.parse_args()
-    small_sets(given.seconds)
-    if given.small:
+    budgets = []
+    for share in SHARES:
+        asked = replace(problem, budget=int(least + share * (peak - least)))
+        plan, took = timed(lambda asked=asked: choose(asked))
+        seconds, solved_s = timed(lambda asked=asked: least_seconds(asked), time.perf_counter)
+        budgets.append(
+            {
+                "share": share,
+                "budget": asked.budget,
+                "peak": plan.peak,
+                "ours_s": plan.seconds,
+                "bound_s": seconds,
+                "ratio": plan.seconds / seconds,
+                "planning_s": took,
+                "solver_s": solved_s,
+                "moves": len(plan.moves),
+            }
+        )
+        shown = f"  {asked.budget / 2**30:.1f} GiB: {above(plan, seconds, 'bound')}"
+        print(f"{shown}; planned in {took:.1f} s, bound in {solved_s:.0f} s", flush=True)
+    zero_stall = {"bound": bound, "ours": ours, "ratio": ours / bound, "solver_s": solved}
+    return {"zero_stall": zero_stall, "budgets": budgets, "planning_s": planning}
+
+
+def main(
+    layers: Annotated[int | None, "of the 32"] = None,
+    small: Annotated[bool, "only the small instances"] = False,
+    seconds: Annotated[float, "of a processor, for each small instance"] = 20.0,
+) -> None:
+    """Run, print, keep; the small ones apart from the large one's result."""
+    instances: dict[str, Any] = {"solver_s": seconds}
+    for name, seeds in SMALL.items():
+        print(f"{name}:", flush=True)
+        instances[name] = small_instances(seconds, seeds)
+    print(write("offload_bounds_small", instances))
+    if small:
         return
-    base = build_problem(llama_8b.captured(given.layers), Cluster.named("h100"), 1, ())
+    base = build_problem(llama_8b_step(layers), Cluster.named("h100"), 1, ())
     peak, least = max(base.profile()), base.working_set
     print(
         f"{base.nodes:,} nodes, {len(base.held):,} storages, peak {peak / 2**30:.1f} GiB, working set "
         f"{least / 2**30:.2f} GiB, {base.starts[-1]:.3f} s a step (simulated)",
         flush=True,
     )
-    found: dict[str, Any] = {
+    found = {
         "nodes": base.nodes,
         "storages": len(base.held),
         "peak": peak,
         "working_set": least,
         "step_s": base.starts[-1],
-        "links": {},
     }
-    for link in LINKS:
-        rate = Rate(1e-5, link * 2**30)
-        problem = replace(base, spaces=(OffloadTier("host", 2**40, rate, rate),))
-        begun = time.perf_counter()
-        bound = zero_stall_budget(problem)
-        solved = time.perf_counter() - begun
-        ours, planning = without_stall(problem, max(bound, least), peak)
-        row: dict[str, Any] = {
-            "zero_stall": {"bound": bound, "ours": ours, "ratio": ours / bound, "solver_s": solved},
-            "budgets": [],
-            "planning_s": planning,
-        }
-        print(
-            f"{link} GiB/s: no stall from {ours / 2**30:.2f} GiB, bound {bound / 2**30:.2f} GiB: "
-            f"{ours / bound - 1:+.2%} (solved in {solved:.0f} s)",
-            flush=True,
-        )
-        for share in llama_8b.SHARES:
-            asked = replace(problem, budget=int(least + share * (peak - least)))
-            plan, took = timed(asked)
-            begun = time.perf_counter()
-            seconds = least_seconds(asked)
-            solved = time.perf_counter() - begun
-            row["budgets"].append(
-                {
-                    "share": share,
-                    "budget": asked.budget,
-                    "peak": plan.peak,
-                    "ours_s": plan.seconds,
-                    "bound_s": seconds,
-                    "ratio": plan.seconds / seconds,
-                    "planning_s": took,
-                    "solver_s": solved,
-                    "moves": len(plan.moves),
-                }
-            )
-            print(
-                f"  {asked.budget / 2**30:.1f} GiB: {plan.seconds:.3f} s a step, bound {seconds:.3f} s: "
-                f"{plan.seconds / seconds - 1:+.2%}; planned in {took:.1f} s, bound in {solved:.0f} s",
-                flush=True,
-            )
-        found["links"][str(link)] = row
-    print(write("offload_bounds", found))
+    BENCHMARK.keep({**found, "links": {str(link): at_link(base, link) for link in LINKS}})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

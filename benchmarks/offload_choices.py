@@ -1,6 +1,6 @@
 """What each kind of change to a step's graph gains under a budget: python benchmarks/offload_choices.py [--workers 2]
 
-The step of `llama_8b.py` (a Llama of 8B's shape on one H100, alone on its host), links to the host of 25 and 50 GiB/s
+The step of a Llama of 8B's shape on one H100, alone on its host, links to the host of 25 and 50 GiB/s
 each way, three budgets. Each case is planned with copies alone; with updates on the host as well; with recomputation
 and another order; with all of them. Written down are the seconds of a step that the planner foresees, and those of a
 processor that planning took. The result and the pages that show it are written after each plan: a run that is stopped
@@ -11,19 +11,16 @@ Nothing here ran on such a machine: times are those of the planner's clock, simu
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from itertools import product
-from multiprocessing import get_context
-from typing import Any
+from typing import Annotated, Any
 
-import llama_8b
-from measure import write
-from offload_choices_pages import AGAIN, ALL, COPIES, UPDATES, again, updates
-from pages import DOCS, put
+from campaigns import in_processes
+from commandline import run
+from pages import Benchmark, table
+from training import SHARES, llama_8b_step
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
@@ -33,6 +30,9 @@ from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
 from hyper_parallel.offloading.schedule.offload_pass import planned
 from hyper_parallel.offloading.schedule.problem import Problem
 
+COPIES, UPDATES, AGAIN, ALL = "copies alone", "updates on the host", "recomputation and order", "all"
+"""What a plan may do, beside copies."""
+
 LINKS = (25, 50)
 """GiB/s each way."""
 CHOICES = {
@@ -41,18 +41,19 @@ CHOICES = {
     AGAIN: Choices(update="device"),
     ALL: Choices(),
 }
-CASES = tuple(product(LINKS, llama_8b.SHARES, CHOICES))
+CASES = tuple(product(LINKS, SHARES, CHOICES))
 
 
 @cache
 def step_of(layers: int | None) -> tuple[StepGraph, Problem]:
     """The step and its memory, captured once in each process."""
-    step = llama_8b.captured(layers)
+    step = llama_8b_step(layers)
     return step, build_problem(step, Cluster.named("h100"), 1, ())
 
 
-def row(layers: int | None, link: int, share: float, name: str) -> dict[str, Any]:
+def row(case: tuple[int, float, str], layers: int | None) -> dict[str, Any]:
     """One plan."""
+    link, share, name = case
     step, free = step_of(layers)
     least, most = free.working_set, max(free.profile())
     budget = int(least + share * (most - least))
@@ -71,46 +72,141 @@ def row(layers: int | None, link: int, share: float, name: str) -> dict[str, Any
     }
 
 
-def results(layers: int | None, workers: int) -> Iterator[dict[str, Any]]:
-    """What is to be kept, after each plan; those of `workers` processes at a time."""
+def results(layers: int | None, workers: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """A plan, and what is to be kept after it; those of `workers` processes at a time."""
     step, free = step_of(layers)
-    kept: dict[str, Any] = {
+    about = {
         "simulated": True,
         "nodes": free.nodes,
         "parameters": sum(entry.kind == "parameter" for entry in step.inputs),
         "without_a_budget_s": free.starts[-1],
         "peak_gib": max(free.profile()) / 2**30,
         "of": len(CASES),
-        "rows": [],
     }
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for found in pool.map(row, [layers] * len(CASES), *zip(*CASES, strict=True)):
-            kept["rows"].append(found)
-            yield kept
+    rows: dict[tuple[int, float, str], dict[str, Any]] = {}
+    plans = in_processes(partial(row, layers=layers), CASES, workers, per_process=len(CASES))
+    for case, found in plans:
+        rows[case] = found
+        yield found, {**about, "rows": [rows[case] for case in CASES if case in rows]}
 
 
-def main() -> None:
-    """Plan all cases, print, keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+_Row = Mapping[str, Any]
+_Case = Mapping[str, _Row]
+"""A link and a budget: each kind of choice that was planned there."""
+
+
+def again(kept: Mapping[str, Any]) -> Iterator[str]:
+    """What recomputation and another order gain, with updates on the device."""
+    cases = _cases(kept["rows"])
+    yield f"{_setting(kept)} Updates run on the device."
+    yield ""
+    rows = []
+    for case in cases:
+        saved = ""
+        if COPIES in case and AGAIN in case:
+            saved = f"{1 - case[AGAIN]['step_s'] / case[COPIES]['step_s']:.0%}"
+        rows.append(f"| {_where(case)} | {_seconds(case, COPIES)} | {_seconds(case, AGAIN)} | {saved} |")
+    yield from table("Link each way | Budget | Copies alone | With these choices | Saved", rows)
+    yield ""
+    yield from _ending(kept, COPIES, AGAIN)
+
+
+def updates(kept: Mapping[str, Any]) -> Iterator[str]:
+    """What updates on the host gain, alone and together with the other choices."""
+    cases, count = _cases(kept["rows"]), kept["parameters"]
+    yield _setting(kept)
+    yield ""
+    yield "| Link each way | Budget | Copies alone | and updates there | Other choices | and updates there |"
+    yield "|---|---|---|---|---|---|"
+    for case in cases:
+        cells = (_seconds(case, name) + _apart(case, name) for name in (COPIES, UPDATES, AGAIN, ALL))
+        yield f"| {_where(case)} | {' | '.join(cells)} |"
+    yield ""
+    yield f"In brackets: how many of the {count} parameters are updated there, on the host."
+    missed = [_place(case) for case in cases if _misses(case)]
+    if missed:
+        yield (
+            f"At {'; '.join(missed)} all choices together come to a slower step than some of them: a search tries a "
+            "few graphs of many, and missed the best."
+        )
+    yield from _ending(kept, UPDATES, ALL)
+
+
+def _setting(kept: Mapping[str, Any]) -> str:
+    return (
+        f"Simulated: the step of a Llama of 8B's shape on one H100, alone on its host ({kept['nodes']:,} nodes, "
+        f"{kept['peak_gib']:.1f} GiB at its peak, {kept['without_a_budget_s']:.3f} s without a budget)."
     )
-    parser.add_argument("--layers", type=int, help="of the model; a result is kept for all of them only")
-    parser.add_argument("--workers", type=int, default=1, help="processes that plan at the same time")
-    given = parser.parse_args()
+
+
+def _ending(kept: Mapping[str, Any], *names: str) -> Iterator[str]:
+    """How long planning took, and how much of the benchmark was run."""
+    for name in names:
+        took = [row["planning_s"] for row in kept["rows"] if row["choices"] == name]
+        if took:
+            yield f"Planning with {_CALLED[name]} took {min(took):.1f} to {max(took):.1f} s of a processor."
+    if len(kept["rows"]) < kept["of"]:
+        yield f"So far {len(kept['rows'])} of the benchmark's {kept['of']} plans were made."
+    yield "([Result](../benchmarks/results/offload_choices.json) of `python benchmarks/offload_choices.py`.)"
+
+
+_CALLED = {
+    COPIES: "copies alone",
+    UPDATES: "updates on the host as the only choice",
+    AGAIN: "these choices",
+    ALL: "all of them",
+}
+
+
+def _cases(rows: Sequence[_Row]) -> list[_Case]:
+    found: dict[tuple[float, float], dict[str, _Row]] = {}
+    for row in rows:
+        found.setdefault((row["link_gib_s"], row["budget_gib"]), {})[row["choices"]] = row
+    return list(found.values())
+
+
+def _misses(case: _Case) -> bool:
+    """Whether fewer choices gave a quicker step, by more than rounding shows."""
+    return ALL in case and min(one["step_s"] for one in case.values()) < case[ALL]["step_s"] - 5e-4
+
+
+def _place(case: _Case) -> str:
+    row = next(iter(case.values()))
+    return f"{row['link_gib_s']} GiB/s and {row['budget_gib']:.1f} GiB"
+
+
+def _where(case: _Case) -> str:
+    return _place(case).replace(" and ", " | ")
+
+
+def _seconds(case: _Case, name: str) -> str:
+    return f"{case[name]['step_s']:.3f} s" if name in case else "not run yet"
+
+
+def _apart(case: _Case, name: str) -> str:
+    count = case[name]["updates_on_host"] if name in case else 0
+    return f" ({count})" if count else ""
+
+
+BENCHMARK = Benchmark("offload_choices", {"recomputation.md": again, "host-update.md": updates})
+
+
+def main(
+    layers: Annotated[int | None, "of the model; a result is kept for all of them only"] = None,
+    workers: Annotated[int, "processes that plan at the same time"] = 1,
+) -> None:
+    """Plan all cases, print, keep."""
     kept: dict[str, Any] = {}
-    for kept in results(given.layers, given.workers):
-        last = kept["rows"][-1]
+    for last, kept in results(layers, workers):
         print(
             f"{last['link_gib_s']} GiB/s, {last['budget_gib']:.1f} GiB, {last['choices']}: {last['step_s']:.3f} s a "
             f"step ({'; '.join(last['changed']) or 'nothing changed'}); planned in {last['planning_s']:.1f} s",
             flush=True,
         )
-        if given.layers is None:
-            write("offload_choices", kept)
-            put(DOCS / "recomputation.md", "offload_choices.py", again(kept))
-            put(DOCS / "host-update.md", "offload_choices.py", updates(kept))
+        if layers is None:
+            BENCHMARK.keep(kept)
     print("\n".join(["", *again(kept), "", *updates(kept)]))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

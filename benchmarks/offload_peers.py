@@ -18,14 +18,13 @@ something is left open it is answered in the policy's favour:
 from __future__ import annotations
 
 import re
-import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import fx
 
+from harness.check_moves import check_moves
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, layers
 from hyper_parallel.graph.recompute import regather
@@ -33,9 +32,6 @@ from hyper_parallel.offloading import OffloadTier, Problem, Rate, build_problem
 from hyper_parallel.offloading.schedule.problem import Buffer, UseInterval
 from hyper_parallel.offloading.schedule.transfers import Move, replay
 from hyper_parallel.workload.work import Work
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from harness.check_moves import check_moves
 
 _EARLY = ("forward", "loss")
 _READ, _WRITTEN = 5 * 4, 4 * 4

@@ -13,28 +13,25 @@ cache.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from memory import answer, batch_of, recipe_of
-from observer import Observer, UnseenHost
 from offload_saved import Emulated, SavedElsewhere
+from processes import scratch
+from shapes import NO_ENDS, Fields, llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from training import Step, build, captured, engine_step, graph_inputs, recipe_of, silent_host, step_batch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
+from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import paged_out_parameters, registry
 from hyper_parallel.config.train import AdamWConfig
@@ -42,16 +39,14 @@ from hyper_parallel.graph import executable
 from hyper_parallel.offloading import OffloadTier, Runtime, build_problem
 from hyper_parallel.offloading.schedule.offload_pass import planned
 from hyper_parallel.offloading.tiers import FlashTier, Tier, measure
-from hyper_parallel.step.batches import MicroBatch, StepBatch
-from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.batches import StepBatch
+from hyper_parallel.step.capture_train_step import state
 from hyper_parallel.step.recipe import Recipe
-from hyper_parallel.step.train_step import Stepper
 
 ROWS, POSITIONS = 2, 512
 ARENA = 4 << 30
 """Bytes that the host tier may take at most."""
 LR = 1e-3
-"""That of `memory.recipe_of`."""
 _WARM = 2
 """Steps after the observed one that are not timed."""
 
@@ -80,26 +75,15 @@ class Setting:
     """The file of this machine's cluster, by which plans are made."""
 
     @property
-    def config(self) -> LlamaConfig:
+    def fields(self) -> Fields:
         """The model."""
-        return LlamaConfig(
-            vocab_size=4096,
-            hidden_size=512,
-            intermediate_size=1408,
-            num_hidden_layers=self.layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=POSITIONS,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+        return llama(512, self.layers, 8, **NO_ENDS)
 
 
 # The contestants.
 
 
-Run = Callable[[], float]
-Made = tuple[Run, list[Tensor], dict[str, Any]]
+Made = tuple[Step, list[Tensor], dict[str, Any]]
 """A step, which gives its loss; what is there before it; and what is known beforehand."""
 
 
@@ -109,18 +93,12 @@ def contestant(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -
         return _graph(how, setting, stack)
     if how.kind == "fsdp":
         return _fsdp(setting, stack)
-    recipe = _model(how, setting, "fsdp", values=True)
+    recipe = recipe_of(_model(how, setting, "fsdp", "cpu"), LR)
     layers = list(recipe.model.model.layers)
     if how.kind == "wrapper":
         for layer in layers:
             layer.forward = _saving_on_cpu(layer.forward)
-    batch = _batch(recipe, setting)
-    stepper = Stepper(recipe)
-    stepper.begin(batch)
-
-    def run() -> float:
-        return stepper.run(load_next=lambda: batch, memory=0.0).loss
-
+    run = engine_step("eager", recipe, lambda: recipe, _batch(recipe, setting))
     there = [tensor for _, tensor in state(recipe.handle, recipe.optimizer).values()]
     if how.kind not in ("save_on_cpu", "ahead"):
         return run, there, {}
@@ -141,10 +119,12 @@ def _saving_on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fsdp(setting: Setting, stack: contextlib.ExitStack) -> Made:
     """FSDP2 with its `CPUOffloadPolicy`, on one worker. What it would move is on the processor already."""
-    values = _model(Contestant("eager"), setting, "fsdp", values=True).model.state_dict()
-    model = LlamaForCausalLM(setting.config)
-    model.load_state_dict(values)
-    meeting = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "meeting"
+    recipe = recipe_of(_model(Contestant("eager"), setting, "fsdp", "cpu"), LR)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**setting.fields))
+    model.load_state_dict(recipe.model.state_dict())
+    (micro,) = _batch(recipe, setting).micro
+    del recipe
+    meeting = stack.enter_context(scratch()) / "meeting"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
     stack.callback(dist.destroy_process_group)
     mesh = init_device_mesh("cpu", (1,))
@@ -161,7 +141,6 @@ def _fsdp(setting: Setting, stack: contextlib.ExitStack) -> Made:
         foreach=False,
         fused=False,
     )
-    micro: MicroBatch = batch_of(0, ROWS, POSITIONS, setting.config.vocab_size)
 
     def run() -> float:
         logits = model(micro.input_ids, position_ids=micro.position_ids).logits
@@ -176,8 +155,7 @@ def _fsdp(setting: Setting, stack: contextlib.ExitStack) -> Made:
 
 
 def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Made:
-    shadow = _model(how, setting, "traceable", values=False)
-    step = capture_step(shadow, BatchShape(((ROWS, POSITIONS),), (False,)))
+    step = captured(_model(how, setting, "traceable", None), ROWS, POSITIONS)
     about: dict[str, Any] = {}
     settled: set[str] = set()
     runtime = None
@@ -208,20 +186,16 @@ def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Ma
             runtime.rest(name, tensor)
 
     with paged_out_parameters.settling(settle):
-        recipe = _model(how, setting, "traceable", values=True)
-    micro = _batch(recipe, setting).micro
-    values = {name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()}
-    for name in values.keys() - settled:
-        settle(name, values[name])
-    tokens, one = torch.tensor(float(ROWS * POSITIONS)), torch.ones((), dtype=torch.float64)
-    counter = torch.tensor(0)
-    tensors = {**values, **batch_inputs(micro, counter, tokens, one)}
+        recipe = recipe_of(_model(how, setting, "traceable", "cpu"), LR)
+    tensors = graph_inputs(recipe, _batch(recipe, setting))
+    for name in state(recipe.handle, recipe.optimizer).keys() - settled:
+        settle(name, tensors[name])
     losses: list[float] = []
 
     def host(point: str, shown: Sequence[Tensor]) -> Tensor | None:
         if point == "load":
             losses.append(float(shown[0]))
-        return answer(point, shown)
+        return silent_host(point, shown)
 
     def run() -> float:
         executor.run(tensors, host)
@@ -230,19 +204,13 @@ def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Ma
     return run, list(tensors.values()), about
 
 
-def _model(how: Contestant, setting: Setting, lowering: str, values: bool) -> Recipe:
-    with torch.device("meta"):
-        model = LlamaForCausalLM(setting.config)
+def _model(how: Contestant, setting: Setting, lowering: str, values: str | None) -> nn.Module:
     strategy = hp.Strategy(memory={"recompute": "layer" if how.recompute else "none"})
-    hp.parallelize(model, strategy, lowering=lowering)
-    if values:
-        hp.init_weights(model, seed=0)
-    return recipe_of(model)
+    return build(setting.fields, strategy, lowering=lowering, values=values)
 
 
 def _batch(recipe: Recipe, setting: Setting) -> StepBatch:
-    micro: MicroBatch = batch_of(0, ROWS, POSITIONS, setting.config.vocab_size)
-    return StepBatch(0, list(range(ROWS)), [micro], torch.tensor(float(ROWS * POSITIONS)))
+    return step_batch(recipe, ROWS, POSITIONS, setting.fields["vocab_size"])
 
 
 def _host(setting: Setting, stack: contextlib.ExitStack) -> Tier:
@@ -252,67 +220,20 @@ def _host(setting: Setting, stack: contextlib.ExitStack) -> Tier:
 
 def bounds(setting: Setting) -> dict[str, int]:
     """What single operators of the step use, and its peak without a budget."""
-    how = Contestant("graph")
-    step = capture_step(
-        _model(how, setting, "traceable", values=False), BatchShape(((ROWS, POSITIONS),), (False,))
-    )
+    step = captured(_model(Contestant("graph"), setting, "traceable", None), ROWS, POSITIONS)
     problem = build_problem(step, Cluster.load(setting.cluster), 2**50, ())
     return {"working_set": problem.working_set, "peak": max(problem.profile())}
 
 
-# A process for each.
-
-
-class Process:
-    """A contestant that takes steps when it is told to."""
-
-    def __init__(self, name: str, note: str, how: Contestant, setting: Setting) -> None:
-        self.name, self.note, self.how = name, note, how
-        told = json.dumps([vars(how), vars(setting)])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, told],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.about = self._answer()
-
-    def step(self) -> float:
-        """Seconds."""
-        assert self._process.stdin is not None
-        print("step", file=self._process.stdin, flush=True)
-        return float(self._answer()["seconds"])
-
-    def close(self) -> None:
-        """End it."""
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name}: the process failed with {self._process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-
-def serve(how: Contestant, setting: Setting) -> None:
-    """One contestant's process: an observed step, some that warm up, and then one for each line."""
-    torch.set_num_threads(1)
+def serve(how: Contestant, setting: Setting) -> Iterator[Any]:
+    """One contestant's process (`Stepping`): what an observed step and some that warm up show, then seconds of each."""
     with contextlib.ExitStack() as stack:
         run, there, about = contestant(how, setting, stack)
         with Observer(there) as observer:
             losses = [*about.pop("losses", []), run()]
         losses += [run() for _ in range(_WARM)]
-        print(json.dumps({**about, "peak": observer.peak, "losses": losses}), flush=True)
-        for _ in sys.stdin:
+        yield {**about, "peak": observer.peak, "losses": losses}
+        while True:
             begun = time.perf_counter()
             run()
-            print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
-
-
-if __name__ == "__main__":
-    one, common = json.loads(sys.argv[1])
-    serve(Contestant(**one), Setting(**common))
+            yield time.perf_counter() - begun

@@ -14,22 +14,24 @@ counted.
 
 from __future__ import annotations
 
-import argparse
-import json
+import gc
 import os
 import random
 import statistics
-import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import allocations
-import torch.multiprocessing as mp
-from measure import RESULTS, answer_of, free_port, paired_ratio, write
-from pipeline_timing import Block, Effort
-from pipeline_workers import PEERS, Case, worker
+import torch
+import torch.distributed as dist
+from commandline import run
+from measure import interval, load, paired_ratio, timed
+from pages import Benchmark, table
+from pipeline_workers import PEERS, Case, Pairs, System
+from processes import scratch, workers
 
 CASES = {
     "hidden 64": Case(64, 4, sequence=32, micro_batches=8),
@@ -40,103 +42,152 @@ CASES = {
 }
 BLOCKS = {64: 100, 128: 60, 256: 30, 512: 30}
 """By hidden size."""
-RESULT = RESULTS / "pipeline.json"
-PAGE = Path(__file__).parents[1] / "docs/pipeline-benchmark.md"
-TABLE = """\
-| Model (layers, tokens, micro-batches) | Workers | Schedule | Ours / theirs, by blocks | 95% | Of median steps | 95% \
-| Peak memory, ours / theirs | Blocks | Other processes, cores |
-|---|---|---|---|---|---|---|---|---|---|"""
+FEWEST = 8
+"""Blocks, whatever time they take."""
+Block = tuple[float, float, float]
+"""Seconds of a step of ours and of theirs, each the mean of two, and the cores that other processes kept busy."""
 
 
-def ratio_of_medians(blocks: Sequence[tuple[float, float]], seed: int = 0) -> dict[str, float]:
-    """The ratio of the median steps, ours / theirs, with a 95% interval: a bootstrap over blocks."""
+@dataclass(frozen=True)
+class Effort:
+    """How long a schedule is measured."""
 
-    def ratio(drawn: Sequence[tuple[float, float]]) -> float:
-        ours, theirs = zip(*drawn, strict=True)
-        return statistics.median(ours) / statistics.median(theirs)
+    blocks: int
+    """At most; 0 counts allocations instead."""
+    seconds: float
+    """After which no block begins, once there are a few."""
+    patience: float
+    """Seconds to wait for idle cores before each block."""
 
+
+def busy_seconds() -> float:
+    """What all cores have computed since the machine was started."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for_quiet(patience: float, share: float = 0.1, look: float = 0.2) -> None:
+    """Wait until other processes leave the cores alone, `patience` seconds at most."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        before = busy_seconds()
+        time.sleep(look)
+        if busy_seconds() - before < share * look * (os.cpu_count() or 1):
+            return
+
+
+def blocks_of(ours: System, theirs: System, rank: int, world: int, effort: Effort, seed: int) -> list[Block]:
+    """Blocks of four steps in either order of ABBA, drawn at random, the same on all ranks."""
     draw = random.Random(seed)
-    found = sorted(ratio(draw.choices(blocks, k=len(blocks))) for _ in range(4000))
-    return {
-        "ratio": ratio(blocks),
-        "low": found[int(0.025 * len(found))],
-        "high": found[int(0.975 * len(found))],
-    }
+    found: list[Block] = []
+    until = time.monotonic() + effort.seconds
+    for _ in range(effort.blocks):
+        first = draw.random() < 0.5
+        spent = {True: 0.0, False: 0.0}
+        over = torch.tensor(len(found) >= FEWEST and time.monotonic() > until)
+        dist.broadcast(over, 0)
+        if over:
+            break
+        if rank == 0:
+            wait_for_quiet(effort.patience)
+        dist.barrier()
+        own, all_cores, begun = time.process_time(), busy_seconds(), time.perf_counter()
+        for mine in (first, not first, not first, first):
+            spent[mine] += timed((ours if mine else theirs).step, world)
+        together = torch.tensor(time.process_time() - own)
+        dist.all_reduce(together)
+        others = busy_seconds() - all_cores - float(together)
+        seconds = time.perf_counter() - begun
+        found.append((spent[True] / 2, spent[False] / 2, max(0.0, others) / seconds))
+    return found
 
 
-def started(case: Case, names: Sequence[str], world: int, effort: Effort, library: Path | None) -> Any:
-    """What rank 0 of `world` new processes answers. `library` is that of `allocations`, where they are counted."""
-    port = free_port()
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    processes = [
-        context.Process(target=worker, args=(rank, world, port, case, names, effort, answers))
-        for rank in range(world)
-    ]
-    usual = dict(os.environ)
+def differences(ours: System, theirs: System) -> dict[str, float]:
+    """Of the loss, and the largest of a gradient's elements over that gradient's largest."""
+    mine, other = ours.gradients(), theirs.gradients()
+    assert mine.keys() == other.keys(), sorted(mine.keys() ^ other.keys())
+    worst = max(float((mine[name] - other[name]).abs().max() / other[name].abs().max()) for name in mine)
+    a, b = ours.loss(), theirs.loss()
+    assert (a is None) == (b is None)
+    loss = 0.0 if a is None or b is None else abs(a - b)
+    found = torch.tensor([worst, loss])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return {"gradient": float(found[0]), "loss": float(found[1])}
+
+
+def peaks(ours: System, theirs: System) -> dict[str, float]:
+    """The most bytes of tensors over what was there before the step, of the rank with most; gradients included."""
+    found: dict[str, float] = {}
+    for name, system in (("ours", ours), ("theirs", theirs)):
+        system.step()
+        gc.collect()
+        held = [*system.gradients().values()]
+        count = allocations.Allocations(held)
+        del held
+        system.step()
+        most = torch.tensor(float(count.most))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found[name] = float(most)
+    return found
+
+
+def worker(
+    rank: int, world: int, case: Case, names: Sequence[str], effort: Effort
+) -> dict[str, dict[str, Any]]:
+    """What is measured on one rank, by the schedule's name."""
+    pairs = Pairs(case, rank, world)
+    result: dict[str, Any] = {}
+    for name in names:
+        ours, theirs, schedule = pairs.of(name)
+        for _ in range(3):  # warm-up
+            ours.step()
+            theirs.step()
+        everyone = [False] * world
+        dist.all_gather_object(everyone, theirs.order() == [str(action) for action in schedule.orders[rank]])
+        result[name] = {
+            "same_order": all(everyone),
+            "difference": differences(ours, theirs),
+            "captured_s": pairs.captured_s,
+        }
+        if effort.blocks:
+            result[name]["blocks"] = blocks_of(ours, theirs, rank, world, effort, len(result))
+        else:
+            result[name]["peak_bytes"] = peaks(ours, theirs)
+    return result
+
+
+def ratio_of_medians(blocks: Sequence[Block]) -> float:
+    """The ratio of the median steps, ours / theirs."""
+    ours, theirs, _ = zip(*blocks, strict=True)
+    return statistics.median(ours) / statistics.median(theirs)
+
+
+def measured(
+    case: Case, names: Sequence[str], world: int, effort: Effort, library: Path | None
+) -> dict[str, Any]:
+    """A case's result, by the schedule's name. `library` is that of `allocations`, where they are counted."""
+    before = load()
+    result: dict[str, Any] = workers(worker, world, case, names, effort)[0]
+    memory: dict[str, Any] = {}
     if library is not None:
-        os.environ.update(allocations.environment(library))
-    try:
-        for process in processes:
-            process.start()
-    finally:
-        os.environ.clear()
-        os.environ.update(usual)
-    return answer_of(processes, answers)
-
-
-def run(case: Case, names: Sequence[str], world: int, effort: Effort, library: Path | None) -> dict[str, Any]:
-    """A case's result, by the schedule's name."""
-    before = os.getloadavg()[0]
-    result: dict[str, Any] = started(case, names, world, effort, None)
-    memory = started(case, names, world, replace(effort, blocks=0), library) if library is not None else {}
+        environment = allocations.environment(library)
+        memory = workers(worker, world, case, names, replace(effort, blocks=0), **environment)[0]
     for name, found in result.items():
-        measured: list[Block] = found.pop("blocks")
-        times = [(one.ours, one.theirs) for one in measured]
-        ours, theirs = zip(*times, strict=True)
-        found.update(
-            ratio_of_medians(times),
-            paired=paired_ratio(ours, theirs),
-            other_cores_busy=statistics.median(one.others for one in measured),
-            load_before=before,
-        )
+        blocks: list[Block] = found.pop("blocks")
+        ours, theirs, others = zip(*blocks, strict=True)
+        found |= {
+            "ratio": ratio_of_medians(blocks),
+            **interval(ratio_of_medians, blocks),
+            "paired": paired_ratio(ours, theirs),
+            "other_cores_busy": statistics.median(others),
+            "load_before": before,
+        }
         if name in memory:
             found["peak_bytes"] = memory[name]["peak_bytes"]
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--case", choices=[*CASES], action="append")
-    parser.add_argument("--schedule", choices=[*PEERS], action="append")
-    parser.add_argument("--workers", type=int, default=2, help="more than there are cores are oversubscribed")
-    parser.add_argument("--blocks", type=int, help="of each case; as many as its size needs where left out")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for the blocks of each schedule")
-    parser.add_argument(
-        "--patience", type=float, default=5.0, help="seconds to wait for idle cores before a block"
-    )
-    parser.add_argument(
-        "--no-memory", action="store_true", help="leave out the peaks, which need a C compiler"
-    )
-    parser.add_argument("--table", action="store_true", help="only write the kept results into the page")
-    given = parser.parse_args()
-    if given.table:
-        write_table()
-        return
-    names = given.schedule or [*PEERS]
-    with tempfile.TemporaryDirectory() as folder:
-        library = None if given.no_memory else allocations.compiled(folder)
-        for title in given.case or CASES:
-            case = CASES[title]
-            effort = Effort(given.blocks or BLOCKS[case.hidden], given.seconds, given.patience)
-            found = run(case, names, given.workers, effort, library)
-            for name, one in found.items():
-                print(f"{title}, {given.workers} workers, {name}: {described(one)}", flush=True)
-            keep(f"{title}, {given.workers} workers", case, given.workers, found)
-    write_table()
-
-
-def described(found: dict[str, Any]) -> str:
+def described(found: Mapping[str, Any]) -> str:
     """One schedule's result in a line."""
     paired = found["paired"]
     memory = ""
@@ -150,46 +201,64 @@ def described(found: dict[str, Any]) -> str:
     )
 
 
-def keep(title: str, case: Case, workers: int, found: dict[str, Any]) -> None:
-    """Write a case's result into the file; other cases, and schedules not measured now, stay as they were."""
-    cases: dict[str, Any] = json.loads(RESULT.read_text())["cases"] if RESULT.exists() else {}
-    before = cases.get(title, {}).get("schedules", {})
-    cases[title] = {
-        "case": vars(case),
-        "workers": workers,
-        "threads": 1,
-        "oversubscribed": workers > (os.cpu_count() or 1),
-        "schedules": before | found,
-    }
-    write("pipeline", {"cases": cases})
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table of docs/pipeline-benchmark.md."""
+
+    def in_order(kept: Mapping[str, Any]) -> tuple[int, ...]:
+        case = kept["case"]
+        return kept["workers"], *(case[key] for key in ("hidden", "layers", "sequence", "micro_batches"))
+
+    def rows() -> Iterator[tuple[object, ...]]:
+        for kept in sorted(result["cases"].values(), key=in_order):
+            case = Case(**kept["case"])
+            title = f"hidden {case.hidden} ({case.layers}, {case.sequence}, {case.micro_batches})"
+            for name in (name for name in PEERS if name in kept["schedules"]):
+                found = kept["schedules"][name]
+                peaks, ratios = found.get("peak_bytes"), []
+                for one in (found["paired"], found):
+                    ratios += [f"{one['ratio']:.2f}", f"{one['low']:.2f} to {one['high']:.2f}"]
+                memory = f"{peaks['ours'] / peaks['theirs']:.2f}" if peaks else ""
+                counts = f"{found['paired']['pairs']:.0f}", f"{found['other_cores_busy']:.1f}"
+                yield title, kept["workers"], f"`{name}`", *ratios, memory, *counts
+
+    yield from table(
+        "Model (layers, tokens, micro-batches) | Workers | Schedule | Ours / theirs, by blocks | 95% | Of median steps "
+        "| 95% | Peak memory, ours / theirs | Blocks | Other processes, cores",
+        rows(),
+    )
 
 
-def write_table() -> None:
-    """Write all kept results into the page's table."""
-    rows = []
-    for kept in sorted(json.loads(RESULT.read_text())["cases"].values(), key=in_order):
-        case = Case(**kept["case"])
-        title = f"hidden {case.hidden} ({case.layers}, {case.sequence}, {case.micro_batches})"
-        for name in (name for name in PEERS if name in kept["schedules"]):
-            found = kept["schedules"][name]
-            blocks, peaks = found["paired"], found.get("peak_bytes")
-            memory = f"{peaks['ours'] / peaks['theirs']:.2f}" if peaks else ""
-            rows.append(
-                f"| {title} | {kept['workers']} | `{name}` | {blocks['ratio']:.2f} | {blocks['low']:.2f} to "
-                f"{blocks['high']:.2f} | {found['ratio']:.2f} | {found['low']:.2f} to {found['high']:.2f} | {memory} | "
-                f"{blocks['pairs']:.0f} | {found['other_cores_busy']:.1f} |"
-            )
-    text = PAGE.read_text()
-    before, rest = text.split(TABLE, 1)
-    after = rest.split("\n\n", 1)[1]
-    PAGE.write_text(f"{before}{TABLE}\n" + "\n".join(rows) + f"\n\n{after}")
+BENCHMARK = Benchmark("pipeline", {"pipeline-benchmark.md": page})
 
 
-def in_order(kept: dict[str, Any]) -> tuple[int, ...]:
-    """Where a case stands in the table."""
-    case = kept["case"]
-    return kept["workers"], case["hidden"], case["layers"], case["sequence"], case["micro_batches"]
+def main(
+    case: Annotated[tuple[str, ...], tuple(CASES)] = tuple(CASES),
+    schedule: Annotated[tuple[str, ...], tuple(PEERS)] = tuple(PEERS),
+    workers: Annotated[int, "more than there are cores are oversubscribed"] = 2,
+    blocks: Annotated[int, "of each case; as many as its size needs where left out"] = 0,
+    seconds: Annotated[float, "for the blocks of each schedule"] = 600.0,
+    patience: Annotated[float, "seconds to wait for idle cores before a block"] = 5.0,
+    no_memory: Annotated[bool, "leave out the peaks, which need a C compiler"] = False,
+) -> None:
+    """Measure case after case; other cases, and schedules not measured now, stay as they were."""
+    with scratch() as folder:
+        library = None if no_memory else allocations.compiled(folder)
+        for size in case:
+            shape, title = CASES[size], f"{size}, {workers} workers"
+            effort = Effort(blocks or BLOCKS[shape.hidden], seconds, patience)
+            found = measured(shape, schedule, workers, effort, library)
+            for name, one in found.items():
+                print(f"{title}, {name}: {described(one)}", flush=True)
+            cases = BENCHMARK.kept().get("cases", {})
+            cases[title] = {
+                "case": vars(shape),
+                "workers": workers,
+                "threads": 1,
+                "oversubscribed": workers > (os.cpu_count() or 1),
+                "schedules": cases.get(title, {}).get("schedules", {}) | found,
+            }
+            BENCHMARK.keep({"cases": cases})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

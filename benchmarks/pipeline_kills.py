@@ -17,26 +17,27 @@ is kept there as it is found, and a later start does what is left.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import re
 import shutil
 import signal
-import sys
-import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import measure
-from kill_saves import records
-from signals import Command
+from campaigns import Log
+from commandline import run
+from disturbed_runs import Command, judged, records, write_texts
+from pages import Benchmark
+from processes import scratch
 
 from hyper_parallel.errors import PREFIX
 
+BENCHMARK = Benchmark("pipeline_kills")
 STEPS = 14
 TIMEOUT_S = 6.0
 KILLED_S = 15.0
@@ -83,10 +84,7 @@ def disturb(command: Command, out: str, case: dict[str, Any], moment: float) -> 
     folder, world = command.folder, WORLDS[case["strategy"]]
     shutil.rmtree(folder / out, ignore_errors=True)
     command.start(out, STRATEGIES[case["strategy"]])
-    while not records(folder, out):
-        code = command.ended(0.02)
-        assert code is None, (folder / f"{out}.err").read_text()
-        assert time.monotonic() - command.begun < 300, "no step within five minutes"
+    assert command.until_first_step(out) is None, (folder / f"{out}.err").read_text()
     if command.ended(moment) is not None:
         return {}
     workers = command.workers()
@@ -143,7 +141,7 @@ def goes_on(command: Command, out: str, case: dict[str, Any], whole: dict[str, d
     )
 
 
-def cases(count: int, seed: int) -> list[dict[str, Any]]:
+def drawn(count: int, seed: int) -> list[dict[str, Any]]:
     """All of them, strategies and signals in turns."""
     draw = random.Random(seed)
     names = list(STRATEGIES)
@@ -187,65 +185,53 @@ def run_case(
     return {**case, **row}
 
 
-def report(rows: list[dict[str, Any]], seed: int) -> bool:
-    """Write the figures; whether all was right."""
-    table: dict[str, Any] = {}
-    print(f"{'strategy':<34} {'signal':<8} {'cases':>6} {'right':>6} {'slowest end':>12}")
-    for strategy, name in sorted({(row["strategy"], row["signal"]) for row in rows}):
-        those = [row for row in rows if (row["strategy"], row["signal"]) == (strategy, name)]
-        right, slowest = sum(row["ok"] for row in those), max(row["ended_s"] for row in those)
-        table[f"{name}, {strategy}"] = {"cases": len(those), "right": right, "slowest_end_s": slowest}
-        print(f"{strategy:<34} {name:<8} {len(those):>6} {right:>6} {slowest:>10.1f} s")
-    instructions: dict[str, int] = {}
-    for row in rows:
-        kind = row["at"][3].partition("(")[0] if row["at"] else "none"
-        instructions[kind] = instructions.get(kind, 0) + 1
-    then = {"same": 0, "other stages": 0, ALONE: 0}
-    for row in rows:
-        then[
-            "same" if row["then"] == row["strategy"] else ALONE if row["then"] == ALONE else "other stages"
-        ] += 1
+def reported(rows: Sequence[dict[str, Any]], seed: int) -> bool:
+    """Write the figures; whether something was wrong, or nothing done."""
+
+    def resumed_on(row: dict[str, Any]) -> str:
+        if row["then"] == row["strategy"]:
+            return "same"
+        return ALONE if row["then"] == ALONE else "other stages"
+
+    by_kind = sorted(rows, key=lambda row: (row["strategy"], row["signal"]))
+    table = judged(by_kind, lambda row: f"{row['signal']}, {row['strategy']}")
     wrong = [row for row in rows if not row["ok"]]
-    result = {
-        "seed": seed,
-        "steps": STEPS,
-        "timeout_s": TIMEOUT_S,
-        "tolerance": TOLERANCE,
-        "cases": len(rows),
-        "right": len(rows) - len(wrong),
-        "stopped_in": instructions,
-        "resumed_on": then,
-        "others_named": sum(row["others"] > 0 for row in rows),
-        "slowest_told_s": max(row["told_s"] for row in rows),
-        "moments_between_schedules": sum(row["between_schedules"] for row in rows),
-        "slowest_end_between_schedules_s": max(row["slowest_end_between_schedules_s"] for row in rows),
-        "table": table,
-        "an_example": rows[0]["said"].splitlines()[0] if rows else "",
-        "wrong": wrong,
-    }
-    path = measure.write("pipeline_kills", result)
-    print(f"{len(rows)} cases, {len(wrong)} wrong -> {path.name}")
-    return not wrong and bool(rows)
+    print(f"{len(rows)} cases, {len(wrong)} wrong")
+    BENCHMARK.keep(
+        {
+            "seed": seed,
+            "steps": STEPS,
+            "timeout_s": TIMEOUT_S,
+            "tolerance": TOLERANCE,
+            "cases": len(rows),
+            "right": len(rows) - len(wrong),
+            "stopped_in": Counter(row["at"][3].partition("(")[0] if row["at"] else "none" for row in rows),
+            "resumed_on": {"same": 0, "other stages": 0, ALONE: 0} | Counter(map(resumed_on, rows)),
+            "others_named": sum(row["others"] > 0 for row in rows),
+            "slowest_told_s": max(row["told_s"] for row in rows),
+            "moments_between_schedules": sum(row["between_schedules"] for row in rows),
+            "slowest_end_between_schedules_s": max(row["slowest_end_between_schedules_s"] for row in rows),
+            "table": table,
+            "an_example": rows[0]["said"].splitlines()[0] if rows else "",
+            "wrong": wrong,
+        }
+    )
+    return bool(wrong) or not rows
 
 
-def main() -> None:
-    """Run the cases that are left."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where results are kept from start to start")
-    arguments = parser.parse_args()
+def main(
+    cases: int = 40,
+    seed: int = 0,
+    folder: Annotated[Path | None, "where results are kept from start to start"] = None,
+) -> bool:
+    """Run the cases that are left; whether one was wrong."""
     with contextlib.ExitStack() as stack:
-        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = folder or stack.enter_context(scratch())
         folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "cases.jsonl"
-        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        done = {row["case"] for row in rows}
-        for name, count in (("text", 3000), ("eval", 300)):
-            text = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(count))
-            (folder / f"{name}.txt").write_text(text)
-        command = Command(folder, RUN)
-        stack.callback(command.close)
+        log = Log(folder / "cases.jsonl")
+        done = {row["case"] for row in log.rows}
+        write_texts(folder, text=3000, eval=300)
+        command = stack.enter_context(contextlib.closing(Command(folder, RUN)))
         whole: dict[str, dict[int, float]] = {}
         span: dict[str, float] = {}
         for number, (strategy, override) in enumerate(STRATEGIES.items()):
@@ -254,21 +240,18 @@ def main() -> None:
                 assert command.finish(out, override) == 0, (folder / f"{out}.err").read_text()
             whole[strategy] = losses(folder, out)
             span[strategy] = sum(row["seconds"] for row in records(folder, out).values())
-        for case in cases(arguments.cases, arguments.seed):
+        for case in drawn(cases, seed):
             if case["case"] in done:
                 continue
             row = run_case(command, case, whole, span)
-            rows.append(row)
-            with log.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            log.add(row)
+            wrong = "" if row["ok"] else "  WRONG"
             print(
-                f"{row['case']:>3} {row['signal']} {row['strategy']}: {row['at']}, then {row['then']}"
-                f"{'' if row['ok'] else '  WRONG'}",
+                f"{row['case']:>3} {row['signal']} {row['strategy']}: {row['at']}, then {row['then']}{wrong}",
                 flush=True,
             )
-        right = report(sorted(rows, key=lambda row: int(row["case"])), arguments.seed)
-    sys.exit(0 if right else 1)
+        return reported(sorted(log.rows, key=lambda row: int(row["case"])), seed)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,19 +13,19 @@ as they have to be for waiting, and not computing, to take most of a step.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from measure import RESULTS, answer_of, free_port, paired_ratio, timed, write
+from commandline import run
+from measure import load, paired_ratio, ratio_text, timed
+from pages import Benchmark
+from processes import workers
+from shapes import Fields, llama, run_file
 from torch import Tensor
 
 from hyper_parallel import config
@@ -38,45 +38,29 @@ from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.verify.matrix import build_model, draw_batch
 from hyper_parallel.verify.pipeline_step import pipeline_batch
 
-Settings = dict[str, Any]
+BENCHMARK = Benchmark("pipeline_overlap")
 WORLD, ROWS, LENGTH = 4, 16, 64
-SMALL: Settings = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTH,
-}  # fmt: skip
-SIZE: Settings = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
-}  # fmt: skip
-LLAMA: Settings = {"model_type": "llama", **SIZE}
-MIXTRAL: Settings = {
-    "model_type": "mixtral", **SIZE, "num_local_experts": 16, "num_experts_per_tok": 2, "sliding_window": None,
-}  # fmt: skip
-RESULT = RESULTS / "pipeline_overlap.json"
+SMALL = llama(128, 4, 4, inner=256, kv=4, vocabulary=256, positions=LENGTH)
+LLAMA = llama(4096, 8, 32, inner=14336, kv=8, vocabulary=32000, positions=4096, head_dim=128)
+EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 2, "sliding_window": None}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", **EXPERTS}
 
 
 @dataclass(frozen=True)
 class Case:
     """A model under a strategy without its schedule."""
 
-    model: Settings
-    strategy: Settings
+    model: Fields
+    strategy: Fields
     batch: int
     length: int
 
     def run(self, schedule: str, *, overlap: bool) -> RunConfig:
         """The run file."""
         pipeline = {"schedule": schedule, "overlap_forward_backward": overlap}
-        return config.from_dict(
-            {
-                "version": 1,
-                "out": "unused",
-                "model": {"config": self.model},
-                "data": {"train": ["unused"], "sequence": self.length},
-                "train": {"batch": self.batch, "micro_batch": 1},
-                "strategy": {"version": 1, "check": False, **self.strategy, "pipeline": pipeline},
-            }
-        )
+        strategy = {"check": False, **self.strategy, "pipeline": pipeline}
+        train = {"batch": self.batch, "micro_batch": 1}
+        return config.from_dict(run_file(self.model, sequence=self.length, strategy=strategy, train=train))
 
 
 BFLOAT16 = {"precision": {"param": "float32", "compute": "bfloat16", "reduce": "float32"}}
@@ -157,19 +141,14 @@ class Run:
         return [one.grad for one in self._owned if one.grad is not None]
 
 
-def worker(rank: int, port: int, schedule: str, links: Links, blocks: int, answers: Any) -> None:
-    """One rank; rank 0 answers with the times of steps with and without pairs, block by block."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+def worker(rank: int, world: int, schedule: str, links: Links, blocks: int) -> dict[str, Any]:
+    """The times of steps with and without pairs on one rank, block by block."""
     execute.kernel = links.kernel
     runs = {name: Run(MEASURED.run(schedule, overlap=name == "with")) for name in ("with", "without")}
-    for run in runs.values():
-        run.step()
-    same = all(
-        torch.equal(one, other)
-        for one, other in zip(runs["with"].gradients(), runs["without"].gradients(), strict=True)
-    )
-    equal = torch.tensor(float(same))
+    for pipeline in runs.values():
+        pipeline.step()
+    gradients = zip(runs["with"].gradients(), runs["without"].gradients(), strict=True)
+    equal = torch.tensor(float(all(torch.equal(one, other) for one, other in gradients)))
     dist.all_reduce(equal, dist.ReduceOp.MIN)
     times: dict[str, list[float]] = {"with": [], "without": []}
     waited = dict.fromkeys(times, 0.0)
@@ -181,41 +160,21 @@ def worker(rank: int, port: int, schedule: str, links: Links, blocks: int, answe
             order = ["without", "with", "with", "without"]
         for name in order:
             before = links.waited
-            found[name].append(timed(runs[name].step, WORLD))
+            found[name].append(timed(runs[name].step, world))
             waited[name] += links.waited - before
         for name, two in found.items():
             times[name].append(sum(two) / 2)
-    if rank == 0:
-        count = sum(map(len, runs["with"].built.plan.schedule.pairs))
-        answers.put({"times": times, "same_bits": bool(equal), "pairs": count, "waited": waited})
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(schedule: str, links: Links, blocks: int) -> dict[str, Any]:
-    """Steps with pairs beside steps without, on emulated links."""
-    port = free_port()
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    processes = [
-        context.Process(target=worker, args=(rank, port, schedule, links, blocks, answers))
-        for rank in range(WORLD)
-    ]
-    for process in processes:
-        process.start()
-    found = answer_of(processes, answers)
-    times = found.pop("times")
-    waited = {name: seconds / (2 * blocks) for name, seconds in found.pop("waited").items()}
     return {
-        **found,
+        "same_bits": bool(equal),
+        "pairs": sum(map(len, runs["with"].built.plan.schedule.pairs)),
         "latency_s": links.latency,
         "bandwidth_bytes_s": links.bandwidth,
         "with_over_without": paired_ratio(times["with"], times["without"]),
-        "slept_s_of_rank_0": waited,
+        "slept_s_of_rank_0": {name: seconds / (2 * blocks) for name, seconds in waited.items()},
     }
 
 
-def simulate(case: Case, schedule: str) -> dict[str, Any]:
+def simulated(case: Case, schedule: str) -> dict[str, Any]:
     """Predicted steps on H100s."""
     found: dict[str, Any] = {}
     for overlap in (False, True):
@@ -232,38 +191,35 @@ def simulate(case: Case, schedule: str) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--simulate", action="store_true")
-    parser.add_argument("--schedule", choices=SCHEDULES, action="append")
-    parser.add_argument("--latency", type=float, default=2e-3, help="seconds of each collective")
-    parser.add_argument("--bandwidth", type=float, default=10e6, help="bytes per second")
-    parser.add_argument("--blocks", type=int, default=12)
-    given = parser.parse_args()
-    result: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    for schedule in given.schedule or SCHEDULES:
-        if given.simulate:
+def main(
+    simulate: bool = False,
+    schedule: Annotated[tuple[str, ...], SCHEDULES] = SCHEDULES,
+    latency: Annotated[float, "seconds of each collective"] = 2e-3,
+    bandwidth: Annotated[float, "bytes per second"] = 10e6,
+    blocks: int = 12,
+) -> None:
+    """Measure or simulate; the other part of the result stays."""
+    kept = BENCHMARK.kept()
+    result = {name: kept.get(name, {}) for name in ("simulated", "emulated_links")}
+    for name in schedule:
+        if simulate:
             for title, case in SIMULATED.items():
-                found = simulate(case, schedule)
+                found = simulated(case, name)
                 print(
-                    f"{title}, {schedule}: simulated step {found['ratio']:.3f} of that without pairs",
-                    flush=True,
+                    f"{title}, {name}: simulated step {found['ratio']:.3f} of that without pairs", flush=True
                 )
-                result.setdefault("simulated", {}).setdefault(title, {})[schedule] = found
+                result["simulated"].setdefault(title, {})[name] = found
         else:
-            found = measure(schedule, Links(given.latency, given.bandwidth), given.blocks)
+            found = workers(worker, WORLD, name, Links(latency, bandwidth), blocks)[0] | {"load": load()}
             ratio = found["with_over_without"]
             print(
-                f"{schedule}: {ratio['ours_s'] * 1e3:.0f} ms with pairs, {ratio['theirs_s'] * 1e3:.0f} ms without, "
-                f"ratio {ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}), same bits: "
-                f"{found['same_bits']}",
+                f"{name}: {ratio['ours_s'] * 1e3:.0f} ms with pairs, {ratio['theirs_s'] * 1e3:.0f} ms without, "
+                f"ratio {ratio_text(ratio, 3)}, same bits: {found['same_bits']}",
                 flush=True,
             )
-            found["load"] = os.getloadavg()[0]
-            result.setdefault("emulated_links", {})[schedule] = found
-    kept = {name: result[name] for name in ("simulated", "emulated_links") if name in result}
-    print("written to", write("pipeline_overlap", kept))
+            result["emulated_links"][name] = found
+    BENCHMARK.keep({name: part for name, part in result.items() if part})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

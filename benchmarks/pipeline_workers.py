@@ -1,16 +1,14 @@
-"""One rank of `pipeline.py`: the same stages and weights under our runtime and torch.distributed.pipelining."""
+"""The two systems of `pipeline.py`: the same stages and weights under our runtime and torch.distributed.pipelining."""
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from pipeline_timing import Effort, System, measured
+from shapes import NO_ENDS, Fields, llama
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -21,10 +19,10 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from training import build, recipe_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import hyper_parallel as hp
-from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
+from hyper_parallel.config.train import LossConfig
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import Partition, partition
@@ -37,9 +35,6 @@ from hyper_parallel.schedule import named_schedule
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.shard.loss import cross_entropy_sum
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
-from hyper_parallel.step.lr_schedule import schedule as lr_schedule
-from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -55,38 +50,39 @@ class Case:
     vocabulary: int = 2048
 
     @property
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.hidden * 11 // 4,
-            num_hidden_layers=self.layers,
-            num_attention_heads=max(2, self.hidden // 64),
-            num_key_value_heads=max(2, self.hidden // 64) // 2,
-            max_position_embeddings=self.sequence,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+    def fields(self) -> Fields:
+        """The model."""
+        options = {"vocabulary": self.vocabulary, "positions": self.sequence, "tie_word_embeddings": False}
+        return llama(self.hidden, self.layers, max(2, self.hidden // 64), **options, **NO_ENDS)
+
+    def model(self) -> LlamaForCausalLM:
+        """The model with new weights, the same in every process."""
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**self.fields))
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A schedule of torch.distributed.pipelining and ours of the same name."""
-
-    name: str
-    theirs: Any
-    stages_per_rank: int
-
-
-PEERS = {
-    "gpipe": Peer("gpipe", ScheduleGPipe, 1),
-    "1f1b": Peer("1f1b", Schedule1F1B, 1),
-    "interleaved-1f1b": Peer("interleaved-1f1b", ScheduleInterleaved1F1B, 2),
-    "zb-h1": Peer("zb-h1", ScheduleInterleavedZeroBubble, 1),
-    "zb-v": Peer("zb-v", ScheduleZBVZeroBubble, 2),
-    "dualpipev": Peer("dualpipev", ScheduleDualPipeV, 2),
+PEERS: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
+"""Schedules of torch.distributed.pipelining by the names of ours."""
+
+
+class System(Protocol):
+    """One of the two runtimes, with its stages of this rank."""
+
+    def step(self) -> None:
+        """All micro-batches forward and back; the gradients of the step before are dropped first."""
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Of the last step, by the names of the parameters."""
+
+    def loss(self) -> float | None:
+        """Of the last step; None where another rank computes it."""
 
 
 class Stage(nn.Module):
@@ -136,34 +132,23 @@ class Theirs:
     """torch.distributed.pipelining."""
 
     def __init__(
-        self, case: Case, peer: Peer, model: LlamaForCausalLM, schedule: Schedule, rank: int, data: Data
+        self, case: Case, peer: Any, model: LlamaForCausalLM, schedule: Schedule, rank: int, data: Data
     ) -> None:
         """`schedule`: ours of the same name, for the ranks that its stages lie on."""
         count = schedule.stages
         layers = list(model.model.layers)
         mine = [at for at, home in enumerate(schedule.placement) if home == rank]
         self._stages = stages = [
-            PipelineStage(
-                Stage(
-                    model,
-                    layers[at * len(layers) // count : (at + 1) * len(layers) // count],
-                    at == 0,
-                    at == count - 1,
-                ),
-                at,
-                count,
-                torch.device("cpu"),
-            )
+            PipelineStage(Stage(model, part, at == 0, at == count - 1), at, count, torch.device("cpu"))
             for at in mine
+            for part in [layers[at * len(layers) // count : (at + 1) * len(layers) // count]]
         ]
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return cross_entropy_sum(logits.flatten(0, -2), labels.flatten()) / data.tokens
 
-        several = peer.theirs not in (ScheduleGPipe, Schedule1F1B)
-        self._schedule = peer.theirs(
-            stages if several else stages[0], case.micro_batches, loss, scale_grads=False
-        )
+        several = peer not in (ScheduleGPipe, Schedule1F1B)
+        self._schedule = peer(stages if several else stages[0], case.micro_batches, loss, scale_grads=False)
         self._named = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -263,99 +248,31 @@ class Ours:
 
 def captured(case: Case) -> StepGraph:
     """One micro-batch of the case's model, without weights."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(case.config)
-    hp.parallelize(model, hp.Strategy(), lowering="traceable", alone=True)
-    recipe = Recipe(
-        model,
-        hp.sharded(model),
-        build_optimizer(model, AdamWConfig()),
-        lr_schedule(ScheduleConfig(name="constant"), 1),
-        # Their stage returns its logits whole, so ours computes them whole.
-        loss=LossConfig(chunk="none"),
-    )
+    # Their stage returns its logits whole, so ours computes them whole.
+    recipe = recipe_of(build(case.fields, alone=True), loss=LossConfig(chunk="none"), clip=None)
     return capture_micro_batch(recipe, case.rows, case.sequence, case.micro_batches)
 
 
-def differences(ours: System, theirs: System) -> dict[str, float]:
-    """Of the loss, and the largest of a gradient's elements over that gradient's largest."""
-    mine, other = ours.gradients(), theirs.gradients()
-    assert mine.keys() == other.keys(), sorted(mine.keys() ^ other.keys())
-    worst = max(float((mine[name] - other[name]).abs().max() / other[name].abs().max()) for name in mine)
-    a, b = ours.loss(), theirs.loss()
-    assert (a is None) == (b is None)
-    loss = 0.0 if a is None or b is None else abs(a - b)
-    found = torch.tensor([worst, loss])
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return {"gradient": float(found[0]), "loss": float(found[1])}
+class Pairs:
+    """Both systems of one model on this rank, for one schedule after the other."""
 
+    def __init__(self, case: Case, rank: int, world: int) -> None:
+        self._case, self._rank, self._world = case, rank, world
+        begun = time.perf_counter()
+        self._step = captured(case)
+        self.captured_s = time.perf_counter() - begun
+        self._model, self._data = case.model(), Data.of(case)
+        self._cuts: dict[int, Partition] = {}
 
-def peaks(ours: System, theirs: System) -> dict[str, float]:
-    """The most bytes of tensors over what was there before the step, of the rank with most; gradients included."""
-    from allocations import Allocations
-
-    found: dict[str, float] = {}
-    for name, system in (("ours", ours), ("theirs", theirs)):
-        system.step()
-        gc.collect()
-        held = [*system.gradients().values()]
-        count = Allocations(held)
-        del held
-        system.step()
-        most = torch.tensor(float(count.most))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        found[name] = float(most)
-    return found
-
-
-def worker(
-    rank: int,
-    world: int,
-    port: int,
-    case: Case,
-    names: Sequence[str],
-    effort: Effort,
-    answers: Any,
-) -> None:
-    """`pipeline.py`'s rank; rank 0 answers, by the schedule's name."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    begun = time.perf_counter()
-    step = captured(case)
-    seconds = time.perf_counter() - begun
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(case.config)
-    state = {f"parameter.{name}": one.detach() for name, one in model.named_parameters()}
-    state |= {f"buffer.{name}": one for name, one in model.named_buffers()}
-    data = Data.of(case)
-    cuts: dict[int, Partition] = {}
-    result: dict[str, Any] = {}
-    for name in names:
-        peer = PEERS[name]
-        schedule = named_schedule(name, world, case.micro_batches)
+    def of(self, name: str) -> tuple[Ours, Theirs, Schedule]:
+        """Our system, theirs, and our schedule."""
+        case, model = self._case, self._model
+        state = {f"parameter.{name}": one.detach() for name, one in model.named_parameters()}
+        state |= {f"buffer.{name}": one for name, one in model.named_buffers()}
+        schedule = named_schedule(name, self._world, case.micro_batches)
         stages = schedule.stages
-        if stages not in cuts:
+        if stages not in self._cuts:
             homes = {f"model.layers.{at}": at * stages // case.layers for at in range(case.layers)}
-            cuts[stages] = partition(step, by_modules(homes), stages)
-        ours = Ours(cuts[stages], schedule, state, rank, data)
-        theirs = Theirs(case, peer, model, schedule, rank, data)
-        both: tuple[System, System] = (ours, theirs)
-        for _ in range(3):  # warm-up
-            for system in both:
-                system.step()
-        same = theirs.order() == [str(action) for action in schedule.orders[rank]]
-        everyone = [False] * world
-        dist.all_gather_object(everyone, same)
-        result[name] = {
-            "same_order": all(everyone),
-            "difference": differences(*both),
-            "captured_s": seconds,
-        }
-        if not effort.blocks:
-            result[name]["peak_bytes"] = peaks(*both)
-        else:
-            result[name]["blocks"] = measured(*both, rank, world, effort, len(result))
-    if rank == 0:
-        answers.put(result)
-    dist.barrier()
-    dist.destroy_process_group()
+            self._cuts[stages] = partition(self._step, by_modules(homes), stages)
+        ours = Ours(self._cuts[stages], schedule, state, self._rank, self._data)
+        return ours, Theirs(case, PEERS[name], model, schedule, self._rank, self._data), schedule

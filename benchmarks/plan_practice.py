@@ -8,10 +8,12 @@ The degrees and the micro-batch of practice are those of its source; what the so
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from commandline import run
+from pages import Benchmark, table
 
 LENGTH = 8192
 BATCH = {8: 128, 64: 512, 512: 2048}
@@ -127,46 +129,43 @@ def one(practice: Practice) -> dict[str, Any]:
     }
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """The tables of docs/plan-practice.md."""
-    found = [
-        "| Model, devices | Planner's first answer | Practice | Planner's step | Practice's step | Difference | Its "
-        "interval |",
-        "|---|---|---|--:|--:|--:|--:|",
-    ]
-    shorter, longer, same = [], [], []
+    shorter = longer = same = none = within = 0
+    rows = []
     for row in result["rows"]:
         ours, theirs = row["planner"], row["practice"]
-        name = f"{row['model']}, {row['devices']}"
-        theirs_cell = f"{row['stated']} [{_number(row['source'])}]"
+        name, stated = f"{row['model']}, {row['devices']}", f"{row['stated']} [{_number(row['source'])}]"
         if theirs is None:
-            found.append(
-                f"| {name} | {_strategy(ours)} | {theirs_cell} | {_seconds(ours)} | does not fit | | |"
-            )
+            none += 1
+            rows.append(f"| {name} | {_strategy(ours)} | {stated} | {_seconds(ours)} | does not fit | | |")
             continue
         ratio = theirs["seconds"] / ours["seconds"] - 1
         low = theirs["between"][0] / ours["between"][1] - 1
         high = theirs["between"][1] / ours["between"][0] - 1
-        found.append(
-            f"| {name} | {_strategy(ours)} | {theirs_cell}: {_strategy(theirs)} | {_seconds(ours)} | "
-            f"{_seconds(theirs)} | {_share(ratio)} | {_share(low)} to {_share(high)} |"
+        times = f"{_seconds(ours)} | {_seconds(theirs)} | {_share(ratio)} | {_share(low)} to {_share(high)}"
+        rows.append(f"| {name} | {_strategy(ours)} | {stated}: {_strategy(theirs)} | {times} |")
+        tie = abs(ratio) <= result["tie"]
+        same, longer, shorter = (
+            same + tie,
+            longer + (not tie and ratio > 0),
+            shorter + (not tie and ratio <= 0),
         )
-        (same if abs(ratio) <= result["tie"] else longer if ratio > 0 else shorter).append(row)
-    within = sum(
-        1
-        for row in result["rows"]
-        if row["practice"] and abs(row["practice"]["seconds"] / row["planner"]["seconds"] - 1) <= 0.15
+        within += abs(ratio) <= 0.15
+    yield from table(
+        "Model, devices | Planner's first answer | Practice | Planner's step | Practice's step | Difference | Its "
+        "interval",
+        rows,
+        "lllrrrr",
     )
-    none = len(result["rows"]) - len(shorter) - len(longer) - len(same)
-    found += [
-        "",
-        f"Of {len(result['rows'])} choices of practice {len(same)} tie with the planner's first answer "
-        f"(within {result['tie']:.0%}), {len(shorter)} are estimated shorter, {len(longer)} longer, and {none} fit no "
-        f"device; {within} are within 15%, which the cost model does not order reliably. All figures are estimated.",
-        "",
-        *[f"{_number(name)}. [{name}]({address})" for name, address in SOURCES.items()],
-    ]
-    return found
+    yield ""
+    yield (
+        f"Of {len(rows)} choices of practice {same} tie with the planner's first answer "
+        f"(within {result['tie']:.0%}), {shorter} are estimated shorter, {longer} longer, and {none} fit no "
+        f"device; {within} are within 15%, which the cost model does not order reliably. All figures are estimated."
+    )
+    yield ""
+    yield from (f"{_number(name)}. [{name}]({address})" for name, address in SOURCES.items())
 
 
 def _number(source: str) -> int:
@@ -185,32 +184,20 @@ def _share(share: float) -> str:
     return f"{share:+.1%}".replace("-", "−")
 
 
-def write(rows: Iterable[Mapping[str, Any]]) -> None:
-    """The result, and the page from it."""
-    import measure
-    import pages
-
-    from hyper_parallel.planner.simplest import TIE
-
-    path = measure.write("plan_practice", {"tie": TIE, "rows": list(rows)})
-    pages.put(pages.DOCS / "plan-practice.md", "plan_practice.py", lines(json.loads(path.read_text())))
+BENCHMARK = Benchmark("plan_practice", {"plan-practice.md": lines})
 
 
 def main() -> None:
     """Every case."""
+    from hyper_parallel.planner.simplest import TIE
+
     rows = []
     for practice in PRACTICE:
-        rows.append(one(practice))
-        print(
-            practice.model,
-            practice.devices,
-            rows[-1]["planner"]["axes"],
-            "|",
-            rows[-1]["practice"],
-            flush=True,
-        )
-    write(rows)
+        row = one(practice)
+        print(practice.model, practice.devices, row["planner"]["axes"], "|", row["practice"], flush=True)
+        rows.append(row)
+    BENCHMARK.keep({"tie": TIE, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,13 +13,12 @@ plan_published.json and a part of docs/plan-published.md are written from the ou
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from measure import write
-from pages import DOCS, put
+from commandline import run
+from pages import Benchmark, table
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.codes import code
@@ -53,81 +52,32 @@ class Published:
     source: str
 
 
+INTERLEAVED = {"schedule": code("schedule", "interleaved")}
 RUNS = (
     Published(
-        "llama-3-405b",
-        "h100",
-        16384,
-        2048,
-        8192,
-        "bf16",
-        "meta-llama-3",
-        {
-            "tensor_x": 8,
-            "pipeline": 16,
-            "shard": 128,
-            "zero": 2,
-            "virtual": 8,
-            "schedule": code("schedule", "interleaved"),
-            "sequence_parallel": 1,
-        },
+        *("llama-3-405b", "h100", 16384, 2048, 8192, "bf16", "meta-llama-3"),
+        {"tensor_x": 8, "pipeline": 16, "shard": 128, "zero": 2, "virtual": 8, "sequence_parallel": 1}
+        | INTERLEAVED,
         158.0,
         "arXiv 2407.21783, table 4: TP 8, PP 16, DP 128, 400 TFLOP/s a device (model FLOPs with all of attention)",
     ),
     Published(
-        "deepseek-v3",
-        "h800",
-        2048,
-        15360,
-        4096,
-        "fp8",
-        "hai-llm",
-        {
-            "pipeline": 16,
-            "shard": 128,
-            "zero": 1,
-            "expert": 64,
-            "schedule": code("schedule", "dualpipe"),
-        },
+        *("deepseek-v3", "h800", 2048, 15360, 4096, "fp8", "hai-llm"),
+        {"pipeline": 16, "shard": 128, "zero": 1, "expert": 64, "schedule": code("schedule", "dualpipe")},
         1543.0,
         "arXiv 2412.19437, table 1: 180 K H800 hours for 10¹² tokens; PP 16, EP 64, ZeRO-1, DualPipe",
     ),
     Published(
-        "megatron-1t",
-        "a100",
-        3072,
-        3072,
-        2048,
-        "fp16",
-        "megatron-lm",
-        {
-            "tensor_x": 8,
-            "pipeline": 64,
-            "replicate": 6,
-            "virtual": 2,
-            "schedule": code("schedule", "interleaved"),
-            "recompute": code("recompute", "full"),
-        },
+        *("megatron-1t", "a100", 3072, 3072, 2048, "fp16", "megatron-lm"),
+        {"tensor_x": 8, "pipeline": 64, "replicate": 6, "virtual": 2, "recompute": code("recompute", "full")}
+        | INTERLEAVED,
         19.95,
         "arXiv 2104.04473, table 1: TP 8, PP 64, 163 TFLOP/s a device by its formula; attention was not fused then",
     ),
     Published(
-        "pangu-ultra-135b",
-        "910b",
-        8192,
-        4096,
-        8192,
-        "bf16",
-        "mindspeed-llm",
-        {
-            "tensor_x": 8,
-            "pipeline": 8,
-            "shard": 128,
-            "zero": 1,
-            "virtual": 6,
-            "schedule": code("schedule", "interleaved"),
-            "sequence_parallel": 1,
-        },
+        *("pangu-ultra-135b", "910b", 8192, 4096, 8192, "bf16", "mindspeed-llm"),
+        {"tensor_x": 8, "pipeline": 8, "shard": 128, "zero": 1, "virtual": 6, "sequence_parallel": 1}
+        | INTERLEAVED,
         0.0,
         "arXiv 2504.07866, section 4: TP 8, PP 8 interleaved, DP 128, ZeRO; MFU above 50%; batch and length assumed",
     ),
@@ -142,34 +92,34 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
 """What may be used, by name; each has what those before it have."""
 
 
-def theirs(run: Published) -> dict[str, Any]:
+DEGREES = {
+    *("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline"),
+    *("expert", "micro", "virtual"),
+}
+"""What is told of a strategy where it is not 1."""
+
+
+def theirs(team: Published) -> dict[str, Any]:
     """The estimates for a published strategy and for the best one that the planner finds."""
-    work = Workload(shape(run.model), run.batch, run.sequence, run.precision)
-    cluster, facts = Cluster.named(f"{run.cluster}x{run.devices}"), profile(run.framework)
-    table = Table.of(work, cluster, facts, **run.spread, devices=run.devices)
+    work = Workload(shape(team.model), team.batch, team.sequence, team.precision)
+    cluster, facts = Cluster.named(f"{team.cluster}x{team.devices}"), profile(team.framework)
+    table = Table.of(work, cluster, facts, **team.spread, devices=team.devices)
     (hand,) = figures(table, estimate(table, fitted()))
-    found = answer(Question(workload=work, cluster=cluster, profile=facts, top=1), fitted())
-    (best,) = figures(found.best[0].table, found.best[0].estimate)
-    kept = answer(
-        Question(
-            workload=work,
-            cluster=cluster,
-            profile=facts,
-            top=1,
-            fix={"state_on_host": 0, "activations_on_host": 0},
-        ),
-        fitted(),
-    )
-    (without,) = figures(kept.best[0].table, kept.best[0].estimate)
+
+    def best(fix: Mapping[str, Any]) -> Any:
+        asked = Question(workload=work, cluster=cluster, profile=facts, top=1, fix=fix)
+        found = answer(asked, fitted()).best[0]
+        return figures(found.table, found.estimate)[0].to_json()
+
     return {
-        "model": run.model,
-        "cluster": run.cluster,
-        "devices": run.devices,
-        "source": run.source,
-        "published": run.tokens,
+        "model": team.model,
+        "cluster": team.cluster,
+        "devices": team.devices,
+        "source": team.source,
+        "published": team.tokens,
         "theirs": hand.to_json(),
-        "ours": best.to_json(),
-        "ours_on_the_device": without.to_json(),
+        "ours": best({}),
+        "ours_on_the_device": best({"state_on_host": 0, "activations_on_host": 0}),
     }
 
 
@@ -184,54 +134,37 @@ def dimensions(model: str, sequence: int, cluster: str) -> dict[str, Any]:
     return {"model": model, "cluster": cluster, "sequence": sequence, "best": found}
 
 
-def main() -> None:
-    """Both tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--print-only", action="store_true", help="write nothing")
-    given = parser.parse_args()
-    result = {
-        "runs": [theirs(run) for run in RUNS],
-        "hypertron": [
-            dimensions(model, sequence, cluster)
-            for model, sequence in HYPERTRON
-            for cluster in ("h100", "cloudmatrix384")
-        ],
-    }
-    print("\n".join(lines(result)))
-    if not given.print_only:
-        write("plan_published", result)
-        put(DOCS / "plan-published.md", "plan_published.py", lines(result))
-
-
-def lines(result: Mapping[str, Any]) -> Iterable[str]:
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """The tables of docs/plan-published.md."""
     yield "Tokens/s per device. All figures except the published ones are estimated, with their 90% interval."
     yield ""
-    yield "| Run | published | theirs | ours | ours without the host | ours is |"
-    yield "|---|---|---|---|---|---|"
-    for run in result["runs"]:
-        published = f"{run['published']:,.0f}" if run["published"] else "not stated"
-        cells = [_cell(run[name]) for name in ("theirs", "ours", "ours_on_the_device")]
-        gain = run["theirs"]["step_time_s"] / run["ours"]["step_time_s"]
-        who = f"{run['model']}, {run['devices']:,} × {run['cluster']}"
-        yield f"| {who} | {published} | {' | '.join(cells)} | {gain:.2f} × |"
+    rows = []
+    for one in result["runs"]:
+        published = f"{one['published']:,.0f}" if one["published"] else "not stated"
+        cells = [_cell(one[name]) for name in ("theirs", "ours", "ours_on_the_device")]
+        gain = one["theirs"]["step_time_s"] / one["ours"]["step_time_s"]
+        rows.append(
+            (f"{one['model']}, {one['devices']:,} × {one['cluster']}", published, *cells, f"{gain:.2f} ×")
+        )
+    yield from table("Run | published | theirs | ours | ours without the host | ours is", rows)
     yield ""
     yield "The strategies of that table:"
     yield ""
-    for run in result["runs"]:
-        yield f"- {run['model']} ({run['source']}). Theirs: {_spread(run['theirs'])}. Ours: {_spread(run['ours'])}. "
-        yield f"  Without the host: {_spread(run['ours_on_the_device'])}."
+    for one in result["runs"]:
+        yield f"- {one['model']} ({one['source']}). Theirs: {_spread(one['theirs'])}. Ours: {_spread(one['ours'])}. "
+        yield f"  Without the host: {_spread(one['ours_on_the_device'])}."
     yield ""
-    yield "| Model on 2,048 devices | neither | split of the sequence | and 2D tensor | all is | best with all |"
-    yield "|---|---|---|---|---|---|"
+    rows = []
     for one in result["hypertron"]:
         best = one["best"]
         cells = [f"{best[name]['step_time_s']:.2f} s, MFU {best[name]['mfu']:.1%}" for name in DIMENSIONS]
         gain = best["neither"]["step_time_s"] / best["2D tensor"]["step_time_s"]
-        who = f"{one['model']}, {one['cluster']}"
-        yield f"| {who} | {' | '.join(cells)} | {gain:.2f} × | {_spread(best['2D tensor'])} |"
+        told = f"{gain:.2f} ×", _spread(best["2D tensor"])
+        rows.append((f"{one['model']}, {one['cluster']}", *cells, *told))
+    yield from table(
+        "Model on 2,048 devices | neither | split of the sequence | and 2D tensor | all is | best with all",
+        rows,
+    )
 
 
 def _cell(one: Mapping[str, Any]) -> str:
@@ -242,18 +175,7 @@ def _cell(one: Mapping[str, Any]) -> str:
 
 
 def _spread(one: Mapping[str, Any]) -> str:
-    plain = {
-        "replicate",
-        "shard",
-        "context",
-        "tensor_x",
-        "tensor_y",
-        "pipeline",
-        "expert",
-        "micro",
-        "virtual",
-    }
-    told = [f"{name} {value:g}" for name, value in one["strategy"].items() if name in plain and value != 1]
+    told = [f"{name} {value:g}" for name, value in one["strategy"].items() if name in DEGREES and value != 1]
     again = one["strategy"]["recompute"]
     told += [f"ZeRO-{one['strategy']['zero']:g}"] if one["strategy"]["zero"] else []
     told += [f"recompute {again} {one['strategy']['recomputed']:.0%}"] if again != "none" else []
@@ -262,5 +184,22 @@ def _spread(one: Mapping[str, Any]) -> str:
     return ", ".join(told)
 
 
+BENCHMARK = Benchmark("plan_published", {"plan-published.md": lines})
+
+
+def main() -> None:
+    """Both tables."""
+    result = {
+        "runs": [theirs(team) for team in RUNS],
+        "hypertron": [
+            dimensions(model, sequence, cluster)
+            for model, sequence in HYPERTRON
+            for cluster in ("h100", "cloudmatrix384")
+        ],
+    }
+    print("\n".join(lines(result)))
+    BENCHMARK.keep(result)
+
+
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,23 +8,25 @@ the time. The constants are the fitted ones.
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-CASES = [("llama-3-405b", "h100", 2048, 8192, devices) for devices in (2048, 16384)] + [
-    ("deepseek-v3", "h100", 8192, 4096, devices) for devices in (2048, 16384)
+from commandline import run
+from pages import Benchmark, table
+from processes import fresh
+
+CASES = [
+    {"model": model, "cluster": "h100", "batch": batch, "sequence": sequence, "devices": devices}
+    for model, batch, sequence in (("llama-3-405b", 2048, 8192), ("deepseek-v3", 8192, 4096))
+    for devices in (2048, 16384)
 ]
-"""Model, cluster, sequences of a step, tokens of a sequence, devices."""
+"""`batch`: sequences of a step."""
 RUNS = 3
 
 
-def one(model: str, cluster: str, batch: int, sequence: int, devices: int) -> dict[str, Any]:
+def searched(case: Mapping[str, Any]) -> dict[str, Any]:
     """One search in this process."""
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.planner.constants import fitted
@@ -33,12 +35,13 @@ def one(model: str, cluster: str, batch: int, sequence: int, devices: int) -> di
     from hyper_parallel.workload.published import shape
     from hyper_parallel.workload.workload import Workload
 
-    work = Workload(shape(model), batch=batch, sequence=sequence)
-    asked = Question(workload=work, cluster=Cluster.named(cluster), devices=devices)
+    work = Workload(shape(case["model"]), batch=case["batch"], sequence=case["sequence"])
+    asked = Question(workload=work, cluster=Cluster.named(case["cluster"]), devices=case["devices"])
     constants = fitted()
     began, cpu = time.perf_counter(), time.process_time()
     found = answer(asked, constants)
     return {
+        **case,
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -49,47 +52,35 @@ def one(model: str, cluster: str, batch: int, sequence: int, devices: int) -> di
     }
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """The table of docs/plan-search.md."""
-    found = [
-        f"Measured {result['date']} on one core ({result['machine']['cpu']}), the quickest of {result['runs']} runs.",
-        "",
-        "| Model | Devices | Strategies | Excluded by memory | by time | by `kept` | Estimated | CPU s | GiB | Gap |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        pruned = row["pruned"]
-        found.append(
-            f"| {row['model']} | {row['devices']:,} | {row['points']:,} | {pruned['memory']:,} | {pruned['time']:,} | "
-            f"{pruned['kept']:,} | {row['estimated']:,} | {row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | "
-            f"{row['gap']:.0%} |"
-        )
-    return found
+    cpu = result["machine"]["cpu"]
+    yield f"Measured {result['date']} on one core ({cpu}), the quickest of {result['runs']} runs."
+    yield ""
+    yield from table(
+        "Model | Devices | Strategies | Excluded by memory | by time | by `kept` | Estimated | CPU s | GiB | Gap",
+        (
+            f"| {row['model']} | {row['devices']:,} | {row['points']:,} | {row['pruned']['memory']:,} | "
+            f"{row['pruned']['time']:,} | {row['pruned']['kept']:,} | {row['estimated']:,} | "
+            f"{row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | {row['gap']:.0%} |"
+            for row in result["rows"]
+        ),
+    )
+
+
+BENCHMARK = Benchmark("plan_search", {"plan-search.md": lines})
 
 
 def main() -> None:
     """Every case, the quickest of its runs."""
-    if sys.argv[1:]:
-        model, cluster, *sizes = sys.argv[1:]
-        print(json.dumps(one(model, cluster, *map(int, sizes))))
-        return
     rows = []
     for case in CASES:
-        model, cluster, batch, sequence, devices = case
-        command = [sys.executable, __file__, *map(str, case)]
-        single = {**os.environ, "OMP_NUM_THREADS": "1"}
-        runs = [json.loads(subprocess.check_output(command, env=single)) for _ in range(RUNS)]
-        best = min(runs, key=lambda run: run["cpu_seconds"])
-        about = {"model": model, "cluster": cluster, "batch": batch, "sequence": sequence, "devices": devices}
-        rows.append({**about, **best})
-        print(rows[-1])
-    # After the runs: a process begins with the peak of the one that started it, and this imports torch.
-    import measure
-    import pages
-
-    path = measure.write("plan_search", {"runs": RUNS, "rows": rows})
-    pages.put(pages.DOCS / "plan-search.md", "plan_search.py", lines(json.loads(path.read_text())))
+        # A process begins with the peak of the one that started it: this one imports nothing large before.
+        runs = [fresh(searched, case) for _ in range(RUNS)]
+        rows.append(min(runs, key=lambda run: run["cpu_seconds"]))
+        print(rows[-1], flush=True)
+    BENCHMARK.keep({"runs": RUNS, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,15 +8,15 @@ and benchmarks/results/published.json are written from the outcome. It takes abo
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-from measure import write
-from pages import DOCS, put
+from commandline import run
+from measure import is_elsewhere
+from pages import Benchmark, table
 
 from hyper_parallel.planner.constants import FITTED, Constants
 from hyper_parallel.planner.cost_model.memory import memory
@@ -37,52 +37,39 @@ from hyper_parallel.planner.runs_of_kind import Runs, collected, widening
 from hyper_parallel.planner.table import Array
 
 AXES = ("tensor_x", "pipeline", "context", "expert", "zero", "micro")
-LIMITS: dict[str, tuple[float | tuple[float, float], str]] = {
-    "step": (0.10, "at most"),
-    "median": (0.06, "at most"),
-    "dense_mean": (0.08, "at most"),
-    "mixture_mean": (0.15, "at most"),
-    "memory": (0.15, "at most"),
-    "ordered": (0.98, "at least"),
-    "ordered_alike": (0.95, "at least"),
-    "picked": (0.92, "at least"),
-    "caught": (0.90, "at least"),
-    "alarms": (0.04, "at most"),
-    "dense_held": ((0.85, 0.95), "within"),
-    "mixture_held": ((0.85, 0.95), "within"),
-    "dense_covered": ((0.85, 0.95), "within"),
-    "mixture_covered": ((0.85, 0.95), "within"),
+WIDE = (0.85, 0.95)
+LIMITS: dict[str, tuple[float | tuple[float, float], str, str]] = {
+    "step": (0.10, "at most", "mean error of step time"),
+    "median": (0.06, "at most", "median error of step time"),
+    "memory": (0.15, "at most", "mean error of peak memory"),
+    "ordered": (0.98, "at least", "pairs of one model and cluster, more than 15% apart, in the right order"),
+    "picked": (0.92, "at least", "models and clusters whose pick is within 10% of the best"),
+    "caught": (0.90, "at least", "failed rows called unfit"),
+    "alarms": (0.04, "at most", "rows that ran called unfit"),
+    "dense_mean": (0.08, "at most", "mean error of step time, models without experts"),
+    "mixture_mean": (0.15, "at most", "mean error of step time, mixtures of experts"),
+    "ordered_alike": (
+        0.95,
+        "at least",
+        "pairs of one batch and length too, so that only the strategy differs, in the right order",
+    ),
+    "dense_held": (WIDE, "within", "rows within the 90% interval, models without experts"),
+    "mixture_held": (WIDE, "within", "rows within the 90% interval, mixtures of experts"),
+    "dense_covered": (
+        WIDE,
+        "within",
+        "the same with the runs that no constant is fitted on, models without experts",
+    ),
+    "mixture_covered": (
+        WIDE,
+        "within",
+        "the same with the runs that no constant is fitted on, mixtures of experts",
+    ),
 }
-"""What is asked for; an interval that holds more than 95% is too wide."""
+"""What is asked for, and how the page calls it; an interval that holds more than 95% is too wide."""
 ASKED = "S"
 """How the names of the sources begin for which that was asked; P6 is an addition."""
 SHARES = ("ordered", "picked", "ordered_alike", "picked_alike", "caught", "alarms")
-
-
-def main() -> None:
-    """Judge, fit, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--print-only", action="store_true", help="write nothing")
-    given = parser.parse_args()
-    runs = evidence(RUNS, RECIPES)
-    others = evidence(TRANSCRIBED)
-    rows = runs.fitted
-    constants = solve(runs.table.take(rows), runs.seconds[rows], runs.groups[rows])
-    told = seconds_of(others.table, constants)
-    known = [*_collected(runs), *_collected(others)]
-    unseen_residuals = Residuals.of(others, open_facts(others.table, constants, told), known)
-    found = judge(runs, unseen_residuals, known)
-    result = outcome(runs, found, constants)
-    result["unseen"] = unseen(others, constants, found.residuals, known)
-    result["summary"] |= {f"{kind}_covered": covered(kind, found, result["unseen"]) for kind in KINDS}
-    print("\n".join(lines(result)))
-    if given.print_only:
-        return
-    FITTED.write_text(json.dumps(_constants(constants, found, known), indent=1) + "\n")
-    write("published", result)
-    put(DOCS / "fidelity.md", "published.py", lines(result))
 
 
 def _collected(runs: Evidence) -> list[Runs]:
@@ -250,33 +237,16 @@ REASONS = {
 """Why the worst rows are off, where that is known."""
 
 
-def lines(result: Mapping[str, Any]) -> Iterable[str]:
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """The part of docs/fidelity.md."""
     summary, shares = result["summary"], result["shares"]
     yield "| | asked | found | |"
     yield "|---|---|---|---|"
-    words = {
-        "step": "mean error of step time",
-        "median": "median error of step time",
-        "memory": "mean error of peak memory",
-        "ordered": "pairs of one model and cluster, more than 15% apart, in the right order",
-        "picked": "models and clusters whose pick is within 10% of the best",
-        "caught": "failed rows called unfit",
-        "alarms": "rows that ran called unfit",
-        "dense_mean": "mean error of step time, models without experts",
-        "mixture_mean": "mean error of step time, mixtures of experts",
-        "ordered_alike": "pairs of one batch and length too, so that only the strategy differs, in the right order",
-        "dense_held": "rows within the 90% interval, models without experts",
-        "mixture_held": "rows within the 90% interval, mixtures of experts",
-        "dense_covered": "the same with the runs that no constant is fitted on, models without experts",
-        "mixture_covered": "the same with the runs that no constant is fitted on, mixtures of experts",
-    }
-    for name, text in words.items():
-        limit, side = LIMITS[name]
-        met = _met(summary[name], *LIMITS[name])
+    for name, (limit, side, text) in LIMITS.items():
+        met = "" if _met(summary[name], limit, side) else "**missed**"
         counted = f" ({shares[name][0]:,} of {shares[name][1]:,})" if name in shares else ""
         asked = f"{limit[0]:.0%} to {limit[1]:.0%}" if side == "within" else f"{side} {limit:.0%}"
-        yield f"| {text} | {asked} | {summary[name]:.1%}{counted} | {'' if met else '**missed**'} |"
+        yield f"| {text} | {asked} | {summary[name]:.1%}{counted} | {met} |"
     yield ""
     picked = f"{summary['picked_alike']:.1%} ({shares['picked_alike'][0]:,} of {shares['picked_alike'][1]:,})"
     yield f"Of one batch and length too, so that only the strategy differs: picks {picked}."
@@ -287,7 +257,7 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
     yield "|---|---|---|---|---|"
     for kind, text in (("dense", "without experts"), ("mixture", "mixtures of experts")):
         rows, *cells = (summary[f"{kind}_{name}"] for name in ("rows", "mean", "median", "held"))
-        yield f"| {text} | {rows:,.0f} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |"
+        yield f"| {text} | {rows:,.0f} | {_percents(cells)} |"
     yield ""
     yield (
         "Intervals are of residuals of held-out sources and of the runs below that no constant is fitted on, and wider "
@@ -303,16 +273,14 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
     yield ""
     yield f"One constant share of the peak, fitted in the same way, is off by {summary['null']:.0%} in the mean."
     yield ""
-    yield "| Source, hardware | rows | median, signed | mean error | median error | null model | in interval |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, one in result["groups"].items():
-        cells = [one["bias"], one["error"], one["median"], one["null"], one["held"]]
-        signed = f"{cells[0]:+.1%}"
-        yield (
-            f"| {name} | {one['rows']:,} | {signed} | "
-            + " | ".join(f"{cell:.1%}" for cell in cells[1:])
-            + " |"
-        )
+    cells = ("error", "median", "null", "held")
+    yield from table(
+        "Source, hardware | rows | median, signed | mean error | median error | null model | in interval",
+        (
+            f"| {name} | {one['rows']:,} | {one['bias']:+.1%} | {_percents(one[cell] for cell in cells)} |"
+            for name, one in result["groups"].items()
+        ),
+    )
     yield ""
     memory = ", ".join(f"{name}: {error:.1%}" for name, error in result["memory"].items())
     yield f"Peak memory, mean error: {memory}."
@@ -320,22 +288,25 @@ def lines(result: Mapping[str, Any]) -> Iterable[str]:
     yield from _unseen_lines(result["unseen"])
     yield "By axis, all rows alike: rows, median error with its sign, mean error."
     yield ""
-    yield "| Axis | " + " | ".join(["degree: rows, median, mean"]) + " |"
-    yield "|---|---|"
+    axes = []
     for axis, degrees in result["axes"].items():
-        told = "; ".join(
-            f"{degree}: {rows:,.0f}, {bias:+.0%}, {error:.0%}"
-            for degree, (rows, bias, error) in degrees.items()
+        told = (
+            f"{degree}: {n:,.0f}, {bias:+.0%}, {error:.0%}" for degree, (n, bias, error) in degrees.items()
         )
-        yield f"| {axis} | {told} |"
+        axes.append((axis, "; ".join(told)))
+    yield from table("Axis | degree: rows, median, mean", axes)
     yield ""
     yield "The worst rows of each group:"
     yield ""
-    yield "| Source, hardware | model | spread | error | why |"
-    yield "|---|---|---|---|---|"
+    worst = []
     for row in result["worst"]:
         spread = ", ".join(f"{axis} {row[axis]:g}" for axis in AXES if row[axis] not in (0, 1))
-        yield f"| {row['group']} | {row['model']} | {spread} | {row['error']:+.0%} | {_reason(row)} |"
+        worst.append((row["group"], row["model"], spread, f"{row['error']:+.0%}", _reason(row)))
+    yield from table("Source, hardware | model | spread | error | why", worst)
+
+
+def _percents(shares: Iterable[float]) -> str:
+    return " | ".join(f"{share:.1%}" for share in shares)
 
 
 def _without_computed(measured: Mapping[str, Any]) -> str:
@@ -357,7 +328,7 @@ def _met(found: float, limit: float | tuple[float, float], side: str) -> bool:
     return found <= limit if side == "at most" else found >= limit
 
 
-def _unseen_lines(groups: Mapping[str, Mapping[str, float]]) -> Iterable[str]:
+def _unseen_lines(groups: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     rows = sum(one["rows"] for one in groups.values())
     yield f"Of {rows} more runs, of sources that `SOURCES.md` names, no constant is fitted on any:"
     yield ""
@@ -371,14 +342,14 @@ def _unseen_lines(groups: Mapping[str, Mapping[str, float]]) -> Iterable[str]:
             held = sum(one["rows"] * one["held"] for one in some) / counted
             yield f"| {text} | {counted} | {error:.1%} | {held:.0%} |"
     yield ""
-    yield "| Source, hardware | rows | median, signed | mean error | worst, times | in interval | peak memory, mean |"
-    yield "|---|---|---|---|---|---|---|"
+    rows = []
     for name, one in groups.items():
-        memory = f"{one['memory']:.1%}" if "memory" in one else ""
-        yield (
-            f"| {name} | {one['rows']} | {one['bias']:+.1%} | {one['error']:.1%} | {one['worst']:.2f} | "
-            f"{one['held']:.0%} | {memory} |"
-        )
+        off = f"{one['bias']:+.1%}", f"{one['error']:.1%}", f"{one['worst']:.2f}", f"{one['held']:.0%}"
+        rows.append((name, one["rows"], *off, f"{one['memory']:.1%}" if "memory" in one else ""))
+    yield from table(
+        "Source, hardware | rows | median, signed | mean error | worst, times | in interval | peak memory, mean",
+        rows,
+    )
     yield ""
 
 
@@ -386,5 +357,27 @@ def _reason(row: Mapping[str, Any]) -> str:
     return REASONS.get(row["group"].split(",")[0], "not known") if abs(row["error"]) > 0.15 else ""
 
 
+BENCHMARK = Benchmark("published", {"fidelity.md": lines})
+
+
+def main() -> None:
+    """Judge, fit, write."""
+    runs = evidence(RUNS, RECIPES)
+    others = evidence(TRANSCRIBED)
+    rows = runs.fitted
+    constants = solve(runs.table.take(rows), runs.seconds[rows], runs.groups[rows])
+    told = seconds_of(others.table, constants)
+    known = [*_collected(runs), *_collected(others)]
+    unseen_residuals = Residuals.of(others, open_facts(others.table, constants, told), known)
+    found = judge(runs, unseen_residuals, known)
+    result = outcome(runs, found, constants)
+    result["unseen"] = unseen(others, constants, found.residuals, known)
+    result["summary"] |= {f"{kind}_covered": covered(kind, found, result["unseen"]) for kind in KINDS}
+    print("\n".join(lines(result)))
+    if not is_elsewhere():
+        FITTED.write_text(json.dumps(_constants(constants, found, known), indent=1) + "\n")
+    BENCHMARK.keep(result)
+
+
 if __name__ == "__main__":
-    main()
+    run(main)

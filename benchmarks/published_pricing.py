@@ -1,4 +1,12 @@
-"""How a published run's step is priced: what its framework's kernels and libraries are, beside what a run file says."""
+"""How a published run's step is priced: what its framework's kernels and libraries are, beside what a run file says.
+
+Attention with sinks and sliding windows is captured as one kernel (`fuse`), which Transformers writes out operator by
+operator. A window is a mask in its call of fused attention, under which all scores are computed; the published
+frameworks' kernels skip what it hides. GPT-OSS adds to each head's softmax a learnt logit without a value, a sink, and
+every other layer sees 128 positions back. Transformers has both without a fused kernel only; Transformer Engine and
+FlashAttention 3, which the published frameworks call, compute them in the kernel. The sink enters the normalization
+within the kernel and is no operator of its own: times are right, numbers are not.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from published_attention import fuse
+import torch
+from torch import Tensor, nn
 
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
@@ -71,3 +80,43 @@ stops when it has that (`set_checkpoint_early_stop`), and XLA, which removes wha
 llm-foundry's benchmark ran (scripts/train/benchmarking/submit_benchmarks.py: mosaicml/pytorch:1.13.1)."""
 FUSED_LOSS = 6.0
 """Bytes of a logit in a framework whose loss is fused: its value and its gradient, beside a copy at most."""
+
+
+KERNEL = "published_attention"
+
+
+def fuse(model: nn.Module) -> None:
+    """Have a model's attention captured as one kernel, where the family has none in Transformers, or has a window."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    config: Any = getattr(model, "config", None)
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    if not eager and getattr(config, "sliding_window", None) is None:
+        return
+    AttentionInterface.register(KERNEL, _attention)
+    AttentionMaskInterface.register(KERNEL, _no_mask)
+    config._attn_implementation = KERNEL
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The kernel knows its causal mask and its window."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[B, S, H, D] of queries [B, H, S, D], keys and values [B, K, S, D]."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    left, right = (None, None) if sliding_window is None else (sliding_window - 1, 0)
+    window = {"window_size_left": left, "window_size_right": right}
+    lengths, causal = (None, None, q.size(1), k.size(1)), (0.0, True, False)  # no dropout, causal, no mask
+    kernel = torch.ops.aten._flash_attention_forward
+    out: Tensor = kernel(q, k, v, *lengths, *causal, scale=scaling, **window)[0]
+    return out, None

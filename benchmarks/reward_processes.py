@@ -9,8 +9,6 @@ The load of the machine stands beside. Writes ``benchmarks/results/reward_proces
 
 from __future__ import annotations
 
-import argparse
-import os
 import resource
 import statistics
 import subprocess
@@ -18,49 +16,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from measure import write
+from commandline import run
+from measure import load
+from pages import Benchmark
 
 from hyper_parallel.rl.rewards import sandbox
 from hyper_parallel.rl.rewards.pool import RewardPool
 from hyper_parallel.rl.rewards.sandbox_fork_server import fork_server, interpreter
 
+BENCHMARK = Benchmark("reward_processes")
 JSON = "import json\nprint(json.dumps([1]))"
-
-
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--blocks", type=int, default=7)
-    arguments = parser.parse_args()
-    bare = [interpreter(), "-I", "-S", "-c", "pass"]
-    found: dict[str, Any] = {"missing": list(sandbox.run("pass").missing), "load before": os.getloadavg()[0]}
-    found |= timed(
-        arguments.runs,
-        arguments.blocks,
-        {
-            "bare": lambda: subprocess.run(bare, check=True, capture_output=True),
-            "limits only": lambda: sandbox.run("pass", isolation="none"),
-            "sandbox": lambda: sandbox.run("pass"),
-            "sandbox, raises": lambda: sandbox.run("raise ValueError(3)"),
-            "sandbox, json": lambda: sandbox.run(JSON),
-        },
-    )
-    found["load after"] = os.getloadavg()[0]
-    start = time.perf_counter()
-    with RewardPool("exact_match", workers=1) as pool:
-        found["pool with one worker starts, ms"] = round((time.perf_counter() - start) * 1e3, 1)
-        rows = [(number, "53142=", "12345", {"answer": "12345"}) for number in range(2000)]
-        start = time.perf_counter()
-        pool.submit_many(rows)
-        while pool.waiting:
-            pool.results(1.0)
-        found["exact_match in the pool, µs each"] = round((time.perf_counter() - start) / len(rows) * 1e6, 1)
-    for name, value in found.items():
-        print(f"{name}: {value}")
-    write("reward_processes", found)
 
 
 def timed(runs: int, blocks: int, kinds: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
@@ -107,5 +72,32 @@ def _processor() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) * 1e3
 
 
+def main(runs: int = 20, blocks: int = 7) -> None:
+    """Measure and write."""
+    bare = [interpreter(), "-I", "-S", "-c", "pass"]
+    found: dict[str, Any] = {"missing": list(sandbox.run("pass").missing), "load before": load()}
+    kinds: dict[str, Callable[[], Any]] = {
+        "bare": lambda: subprocess.run(bare, check=True, capture_output=True),
+        "limits only": lambda: sandbox.run("pass", isolation="none"),
+        "sandbox": lambda: sandbox.run("pass"),
+        "sandbox, raises": lambda: sandbox.run("raise ValueError(3)"),
+        "sandbox, json": lambda: sandbox.run(JSON),
+    }
+    found |= timed(runs, blocks, kinds)
+    found["load after"] = load()
+    start = time.perf_counter()
+    with RewardPool("exact_match", workers=1) as pool:
+        found["pool with one worker starts, ms"] = round((time.perf_counter() - start) * 1e3, 1)
+        rows = [(number, "53142=", "12345", {"answer": "12345"}) for number in range(2000)]
+        start = time.perf_counter()
+        pool.submit_many(rows)
+        while pool.waiting:
+            pool.results(1.0)
+        found["exact_match in the pool, µs each"] = round((time.perf_counter() - start) / len(rows) * 1e6, 1)
+    for name, value in found.items():
+        print(f"{name}: {value}")
+    BENCHMARK.keep(found)
+
+
 if __name__ == "__main__":
-    main()
+    run(main)

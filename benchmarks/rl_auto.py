@@ -13,19 +13,18 @@ whether the quickest one was chosen.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from measure import write
+from commandline import run
+from pages import Benchmark
+from processes import scratch
+from rl_example import BARE, EXAMPLE, steps_of
 from rl_timers import TimerHost
 
 from hyper_parallel.config.load import build
@@ -34,11 +33,11 @@ from hyper_parallel.config.role_launch import RoleLaunch
 from hyper_parallel.rl.controller.placement import HOST
 from hyper_parallel.rl.role_split.candidates import roles_of
 from hyper_parallel.rl.role_split.resolve import plan_split
-from hyper_parallel.rl.run import run
+from hyper_parallel.rl.run import run as run_rl
 from hyper_parallel.rl.sample import Prompted, Sample
 
-NAME, FIRST = "rl_auto", 5
-EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
+BENCHMARK = Benchmark("rl_auto")
+FIRST = 5
 PASS_S, SEQUENCE_S, FIXED_S, WORK_S = 0.02, 0.0005, 0.1, 0.8
 TIMERS: dict[str, Any] = {
     "version": 1,
@@ -48,7 +47,8 @@ TIMERS: dict[str, Any] = {
     "roles": {"split": "auto", "devices": 4},
     "launch": {"threads": 1, "device": "cpu"},
 }
-COMMON = ("trackers=[]", "warmup=null", "eval.prompts=1", "checkpoint.every=0")
+PARTS = {"models": HOST, "timers": "rl_auto:PassHost"}
+"""What the workers of each part run."""
 
 
 class PassHost(TimerHost):
@@ -66,8 +66,7 @@ class PassHost(TimerHost):
 
     def generate(self, new: list[Prompted], passes: int) -> list[Sample]:
         for one in new[self._rank :: self._world]:
-            length = math.exp(random.Random(f"{one.row} {one.place}").gauss(2.3, 0.6))
-            self._running[one.row, one.place] = (one, self._version, min(self._longest, max(1, int(length))))
+            self._running[one.row, one.place] = (one, self._version, self._length(one))
         if not self._running:
             return []
         count = min(passes, min(left for *_, left in self._running.values()))
@@ -77,9 +76,12 @@ class PassHost(TimerHost):
             self._running[key] = (one, version, left - count)
             if left == count:
                 del self._running[key]
-                length = math.exp(random.Random(f"{one.row} {one.place}").gauss(2.3, 0.6))
-                ended.append(self._sample(one, version, min(self._longest, max(1, int(length)))))
+                ended.append(self._sample(one, version, self._length(one)))
         return ended
+
+    def _length(self, one: Prompted) -> int:
+        length = math.exp(random.Random(f"{one.row} {one.place}").gauss(2.3, 0.6))
+        return min(self._longest, max(1, int(length)))
 
     def drop(self, tickets: list[int]) -> None:
         gone = set(tickets)
@@ -89,79 +91,40 @@ class PassHost(TimerHost):
         self._version = version
 
 
-def main() -> int:
-    """The rounds, and the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", choices=["models", "timers"])
-    parser.add_argument(
-        "--load", action="store_true", help="other work runs on this machine: to be run again"
-    )
-    given = parser.parse_args()
-    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for part in [given.only] if given.only else ["models", "timers"]:
-        for staleness in given.staleness:
-            for number in range(given.rounds):
-                one = round_of(part, staleness, number, given.steps)
-                rounds.setdefault(part, {}).setdefault(str(staleness), []).append(one)
-                keep(rounds, given.steps, given.load)
-    return 0
-
-
-def keep(rounds: dict[str, dict[str, list[dict[str, Any]]]], steps: int, load: bool) -> None:
-    """Write what there is."""
-    found = {
-        part: {staleness: summary(one) for staleness, one in own.items()} for part, own in rounds.items()
-    }
-    write(NAME, {"steps": steps, "other_work_on_the_machine": load, **found})
-
-
 def round_of(part: str, staleness: int, seed: int, steps: int) -> dict[str, Any]:
     """One choice: predicted and measured seconds of a step of each layout."""
-    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
-        overrides = [f"rl.staleness={staleness}", f"rl.steps={steps}", f"seed={seed}", *COMMON]
+    layouts: dict[str, dict[str, float]] = {}
+    with scratch() as folder:
 
         def config_of(name: str) -> RLConfig:
-            more = [*overrides, f"out={folder}/{name}"]
+            own = (f"rl.staleness={staleness}", f"rl.steps={steps}", f"seed={seed}", f"out={folder}/{name}")
+            given = [*own, "trackers=[]", *BARE]
             if part == "models":
-                return load_rl(EXAMPLE, ["roles=auto", "roles.devices=2", *more])
-            return build(RLConfig, [("timers", TIMERS)], more)
+                return load_rl(EXAMPLE, ["roles=auto", "roles.devices=2", *given])
+            return build(RLConfig, [("timers", TIMERS)], given)
 
-        host = HOST if part == "models" else f"{Path(__file__).stem}:PassHost"
-        choice = plan_split(config_of("plan"), host=host)
-        layouts: dict[str, dict[str, float]] = {}
+        choice = plan_split(config_of("plan"), host=PARTS[part])
         for number, one in enumerate(choice.predictions):
             config = config_of(str(number))
-            seconds = measured(config.model_copy(update={"roles": roles_of(config, one.layout)}), host)
-            layouts[one.layout.words] = {
-                "predicted_s": one.seconds,
-                "measured_s": seconds,
-                "off": one.seconds / seconds - 1,
-            }
+            config = config.model_copy(update={"roles": roles_of(config, one.layout)})
+            run_rl(config, host=PARTS[part])
+            # Not the median: in a loop that is not synchronous, answers that are generated ahead for one step are
+            # missing in another, and the median is of neither.
+            seconds = statistics.fmean(step["step_s"] for step in steps_of(config, FIRST))
+            off = one.seconds / seconds - 1
+            layouts[one.layout.words] = {"predicted_s": one.seconds, "measured_s": seconds, "off": off}
     found = {"chosen": choice.layout.words, "layouts": layouts}
     print(part, staleness, json.dumps(found), flush=True)
     return found
 
 
-def measured(config: RLConfig, host: str) -> float:
-    """Mean seconds of a step after the first ones: in a loop that is not synchronous, answers that are generated ahead
-    for one step are missing in another, and the median is of neither."""
-    run(config, host=host)
-    records = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").open()]
-    return statistics.fmean([one["step_s"] for one in records if "step_s" in one][FIRST:])
-
-
 def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The rounds, how far predictions were off, and what choosing by them costs beside the quickest of the layouts."""
     off = [one["off"] for found in rounds for one in found["layouts"].values()]
-    lost = [
-        found["layouts"][found["chosen"]]["measured_s"]
-        / min(one["measured_s"] for one in found["layouts"].values())
-        - 1
-        for found in rounds
-    ]
+    lost = []
+    for found in rounds:
+        seconds = {name: one["measured_s"] for name, one in found["layouts"].items()}
+        lost.append(seconds[found["chosen"]] / min(seconds.values()) - 1)
     return {
         "largest_off": max(off, key=abs),
         "median_absolute_off": statistics.median(map(abs, off)),
@@ -171,5 +134,23 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def main(
+    rounds: int = 3,
+    steps: int = 30,
+    staleness: tuple[int, ...] = (0, 1, 2),
+    only: Annotated[str, ("", *PARTS)] = "",
+    load: Annotated[bool, "other work runs on this machine: to be run again"] = False,
+) -> None:
+    """The rounds, and the figures, which are written after each."""
+    result: dict[str, Any] = {"steps": steps, "other_work_on_the_machine": load}
+    for part in [only] if only else PARTS:
+        for bound in staleness:
+            found: list[dict[str, Any]] = []
+            for number in range(rounds):
+                found.append(round_of(part, bound, number, steps))
+                result.setdefault(part, {})[str(bound)] = summary(found)
+                BENCHMARK.keep(result)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -15,25 +15,21 @@ together, sampled from /proc every 20 ms. Writes benchmarks/results/rl_colocated
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import statistics
-import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from measure import write
+from commandline import run
+from pages import Benchmark
+from rl_example import BARE, ran
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.rl_faults import WatchedEngine
-from hyper_parallel.config.rl_run import load_rl
-from hyper_parallel.rl.run import run
 
-NAME, FIRST, SAMPLE_S = "rl_colocated", 1, 0.02
-EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
+BENCHMARK = Benchmark("rl_colocated")
+FIRST, SAMPLE_S = 1, 0.02
 TOGETHER = ("roles.rollout.devices=0", "launch.threads={threads}")
 CASES: dict[str, tuple[str, ...]] = {
     "stays": TOGETHER,
@@ -53,69 +49,19 @@ MODELS: dict[str, tuple[str, ...]] = {
         "roles.rollout.batch=64",
     ),
 }
-COMMON = (
-    "rl.kl=0.01",
-    "rl.staleness=0",
-    "trackers=[]",
-    "warmup=null",
-    "eval.prompts=1",
-    "checkpoint.every=0",
-)
+COMMON = ("rl.kl=0.01", "rl.staleness=0", *BARE)
 
 
-def main() -> int:
-    """The rounds, and the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2, help="of the one worker of colocated roles")
-    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
-    given = parser.parse_args()
-    found: dict[str, dict[str, list[dict[str, float]]]] = {
-        model: {case: [] for case in CASES} for model in given.models
-    }
-    for number in range(given.rounds):
-        for model in given.models:
-            for case, overrides in CASES.items():
-                own = [*COMMON, *MODELS[model], *overrides, f"rl.steps={given.steps}", f"seed={number}"]
-                got = measured(own, given.threads)
-                found[model][case].append(got)
-                print(number, model, case, {name: round(value, 3) for name, value in got.items()}, flush=True)
-    table = {
-        model: {
-            case: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-            for case, rounds in cases.items()
-        }
-        for model, cases in found.items()
-    }
-    write(
-        NAME,
-        {
-            "steps": given.steps,
-            "rounds": given.rounds,
-            "threads": given.threads,
-            "median": table,
-            "all": found,
-        },
-    )
-    return 0
-
-
-def measured(overrides: list[str], threads: int) -> dict[str, float]:
+def measured(overrides: list[str]) -> dict[str, float]:
     """Medians over the steps of one run."""
-    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
-        own = [one.format(folder=folder, threads=threads) for one in overrides]
-        config = load_rl(EXAMPLE, [*own, f"out={folder}/run"])
-        engines: list[WatchedEngine] = []
+    engines: list[WatchedEngine] = []
 
-        def engine() -> WatchedEngine:
-            engines.append(WatchedEngine())
-            return engines[-1]
+    def engine() -> WatchedEngine:
+        engines.append(WatchedEngine())
+        return engines[-1]
 
-        with sampled(engines) as resident:
-            run(config, engine=engine)
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [one for one in map(json.loads, lines) if "step_s" in one][FIRST:]
+    with sampled(engines) as resident:
+        _, steps = ran(overrides, FIRST, engine=engine)
     names = [
         name
         for name in steps[-1]
@@ -154,5 +100,33 @@ def rss(pid: int) -> float:
     return 0.0
 
 
+def main(
+    rounds: int = 3,
+    steps: int = 8,
+    threads: Annotated[int, "of the one worker of colocated roles"] = 2,
+    models: Annotated[tuple[str, ...], tuple(MODELS)] = tuple(MODELS),
+) -> None:
+    """The rounds, and the table."""
+    found: dict[str, dict[str, list[dict[str, float]]]] = {
+        model: {case: [] for case in CASES} for model in models
+    }
+    for number in range(rounds):
+        for model in models:
+            for case, overrides in CASES.items():
+                own = [one.replace("{threads}", str(threads)) for one in overrides]
+                given = [*COMMON, *MODELS[model], *own, f"rl.steps={steps}", f"seed={number}"]
+                got = measured(given)
+                found[model][case].append(got)
+                print(number, model, case, {name: round(value, 3) for name, value in got.items()}, flush=True)
+    medians = {
+        model: {
+            case: {name: statistics.median(one[name] for one in runs) for name in runs[0]}
+            for case, runs in cases.items()
+        }
+        for model, cases in found.items()
+    }
+    BENCHMARK.keep({"steps": steps, "rounds": rounds, "threads": threads, "median": medians, "all": found})
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

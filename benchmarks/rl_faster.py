@@ -13,84 +13,54 @@ interleaved, round after round. Writes benchmarks/results/rl_faster.json: median
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
 
-from measure import paired_ratio, write
+from commandline import run
+from measure import paired_ratio
+from pages import Benchmark
+from rl_example import APART, BARE, ran
 
-from hyper_parallel.config.rl_run import load_rl
-from hyper_parallel.rl.run import run
-
-NAME, FIRST = "rl_faster", 5
-EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
-APART = ("roles.actor.devices=0", "roles.rollout.devices=1", "launch.threads=1")
+BENCHMARK = Benchmark("rl_faster")
+FIRST = 5
+"""Steps that are left out."""
 CASES: dict[str, tuple[str, ...]] = {
     "colocated": ("roles.rollout.devices=0", "rl.staleness=0", "launch.threads=2"),
     "colocated 1": ("roles.rollout.devices=0", "rl.staleness=0", "launch.threads=1"),
     "apart, η = 0": (*APART, "rl.staleness=0"),
     "apart, η = 2": (*APART, "rl.staleness=2"),
 }
+SYNCHRONOUS = tuple(CASES)[:3]
 
 
-def main() -> int:
-    """The rounds, and the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30)
-    given = parser.parse_args()
-    seconds: dict[str, list[float]] = {name: [] for name in CASES}
-    busy: dict[str, list[float]] = {name: [] for name in CASES}
-    for number in range(given.rounds):
+def measured(*overrides: str) -> tuple[float, float]:
+    """Median seconds of a step, and the mean share of time for which groups of workers were busy."""
+    _, steps = ran([*BARE, *overrides], FIRST)
+    busy = [value for step in steps for key, value in step.items() if key.startswith("busy_")]
+    return statistics.median(step["step_s"] for step in steps), statistics.fmean(busy)
+
+
+def main(rounds: int = 5, steps: int = 30) -> None:
+    """The rounds, and the medians."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
+    for number in range(rounds):
         for name, overrides in CASES.items():
-            step, used = measured([*overrides, f"rl.steps={given.steps}", f"seed={number}"])
-            seconds[name].append(step)
-            busy[name].append(used)
-        print(number, {name: round(values[-1], 3) for name, values in seconds.items()}, flush=True)
-    best = min(
-        ("colocated", "colocated 1", "apart, η = 0"), key=lambda name: statistics.median(seconds[name])
-    )
-    write(
-        NAME,
+            found[name].append(measured(*overrides, f"rl.steps={steps}", f"seed={number}"))
+        print(number, {name: round(rows[-1][0], 3) for name, rows in found.items()}, flush=True)
+    seconds, busy = ({name: [row[at] for row in rows] for name, rows in found.items()} for at in (0, 1))
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    best = min(SYNCHRONOUS, key=median.__getitem__)
+    BENCHMARK.keep(
         {
-            "steps": given.steps,
+            "steps": steps,
             "step_s": seconds,
-            "median_step_s": {name: statistics.median(values) for name, values in seconds.items()},
+            "median_step_s": median,
             "busy": {name: statistics.median(values) for name, values in busy.items()},
             "best_synchronous": best,
             "asynchronous_over_best": paired_ratio(seconds["apart, η = 2"], seconds[best]),
             "asynchronous_over_colocated": paired_ratio(seconds["apart, η = 2"], seconds["colocated"]),
-        },
+        }
     )
-    return 0
-
-
-def measured(overrides: list[str]) -> tuple[float, float]:
-    """Median seconds of a step, and the mean share of time for which groups of workers were busy."""
-    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
-        config = load_rl(
-            EXAMPLE,
-            [
-                *overrides,
-                f"out={folder}/run",
-                "trackers=[]",
-                "warmup=null",
-                "eval.prompts=1",
-                "checkpoint.every=0",
-            ],
-        )
-        run(config)
-        records: list[dict[str, Any]] = [
-            json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").open()
-        ]
-    steps = [one for one in records if "step_s" in one][FIRST:]
-    shares = [value for one in steps for key, value in one.items() if key.startswith("busy_")]
-    return statistics.median(one["step_s"] for one in steps), statistics.fmean(shares)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

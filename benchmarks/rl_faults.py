@@ -13,28 +13,27 @@ other, bit for bit. Writes benchmarks/results/rl_faults.json. Ends with 1 when o
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from measure import write
+from commandline import Only, run
+from pages import Benchmark
+from processes import scratch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.reward_folders import reward_folder
 from harness.rl_faults import WatchedEngine, faults, left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.rl.controller.recorder import Recorder
-from hyper_parallel.rl.run import run
+from hyper_parallel.rl.run import run as run_rl
 
-NAME, STEPS = "rl_faults", 120
+BENCHMARK = Benchmark("rl_faults")
+STEPS = 120
 ROLES: dict[str, dict[str, Any]] = {
     "actor and rollouts": {"roles": {"actor": {"devices": 0}, "rollout": {"devices": "1-2", "page": 16}}},
     "every role": {
@@ -50,33 +49,16 @@ ROLES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> int:
-    """Each kind of run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--faults", type=int, default=60, help="of each kind of run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="kinds of runs whose name has this text")
-    given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for kind in ROLES:
-        if given.only in kind:
-            for row in of_kind(kind, given.faults, given.seed):
-                rows.append({"kind": kind, **row})
-                print(rows[-1], flush=True)
-                write(NAME, {"runs": rows, "faults": sum(sum(one["faults"].values()) for one in rows)})
-    return int(not all(row["right"] for row in rows))
-
-
 def of_kind(kind: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Runs until there were enough faults."""
     expected, done = None, 0
     for number in itertools.count():
         if done >= count:
             return
-        with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
-            config = config_of(kind, Path(folder), "run")
+        with scratch() as folder:
+            config = config_of(kind, folder, "run")
             if expected is None:
-                expected = expected_of(kind, config, Path(folder))
+                expected = expected_of(kind, config, folder)
             row = faulted(config, min(count - done, 20), seed + number, expected)
         done += sum(row["faults"].values())
         yield row
@@ -103,7 +85,7 @@ def expected_of(kind: str, config: RLConfig, folder: Path) -> dict[str, torch.Te
     """The weights without faults."""
     if kind == "actor and rollouts":
         return expected_weights(config)
-    summary = run(config_of(kind, folder, "without faults"))
+    summary = run_rl(config_of(kind, folder, "without faults"))
     assert summary.checkpoint is not None
     return saved_weights(summary.checkpoint)
 
@@ -126,7 +108,7 @@ def faulted(config: Any, count: int, seed: int, expected: dict[str, torch.Tensor
     began = time.monotonic()
     try:
         with faults(engines, count, seed, (0.2, 2.0), ready=lambda: bool(trained)) as done:
-            summary = run(config, engine=engine, told=lines.append)
+            summary = run_rl(config, engine=engine, told=lines.append)
     finally:
         Recorder.batch = original  # type: ignore[method-assign]
     assert summary.checkpoint is not None
@@ -148,5 +130,17 @@ def faulted(config: Any, count: int, seed: int, expected: dict[str, torch.Tensor
     }
 
 
+def main(faults: Annotated[int, "of each kind of run"] = 60, seed: int = 0, only: Only = "") -> bool:
+    """Each kind of run; whether one is not right."""
+    rows: list[dict[str, Any]] = []
+    for kind in ROLES:
+        if only in kind:
+            for row in of_kind(kind, faults, seed):
+                rows.append({"kind": kind, **row})
+                print(rows[-1], flush=True)
+                BENCHMARK.keep({"runs": rows, "faults": sum(sum(one["faults"].values()) for one in rows)})
+    return not all(row["right"] for row in rows)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -8,25 +8,17 @@ unless `--again` is given.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from measure import RESULTS, write
-from pages import DOCS, put
+from campaigns import Rows
+from commandline import Again, Only, run
+from pages import Benchmark, table
+from rl_example import ran
 
-from hyper_parallel.config.rl_run import load_rl
-from hyper_parallel.rl.run import run
-
-NAME = "rl_learns"
-EXAMPLE = Path(__file__).parents[1] / "examples" / "rl" / "grpo-sort.yaml"
 DESCEND = ("task.name=descend", "warmup.until=0.2", "rl.steps=100")
 CASES: dict[str, tuple[str, ...]] = {
     "grpo, sort, η = 1": (),
@@ -44,36 +36,12 @@ SEEDS = dict.fromkeys(
 )
 
 
-def main() -> int:
-    """Run what is missing; the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="cases whose name has this text")
-    parser.add_argument("--seeds", type=int, help="of each case, instead of 5 or 1")
-    parser.add_argument("--again", action="store_true")
-    given = parser.parse_args()
-    path = RESULTS / f"{NAME}.json"
-    rows: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() and not given.again else {}
-    for case, overrides in CASES.items():
-        for seed in range(given.seeds or SEEDS.get(case, 1)):
-            name = f"{case}, seed {seed}"
-            if given.only in case and name not in rows:
-                rows[name] = measured([*overrides, f"seed={seed}"])
-                write(NAME, {"runs": rows, "cases": summary(rows)})
-                print(name, rows[name], flush=True)
-    for line in (lines := list(page(rows))):
-        print(line)
-    put(DOCS / "rl.md", f"{NAME}.py", lines)
-    return 0
-
-
 def measured(overrides: list[str]) -> dict[str, Any]:
     """One run from the start."""
-    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
-        began = time.monotonic()
-        found = run(load_rl(EXAMPLE, [*overrides, f"out={folder}/run", "trackers=[]"]))
-        seconds = time.monotonic() - began
-        records = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").open()]
-    trained = [one for one in records if "reward" in one]
+    began = time.monotonic()
+    found, steps = ran(overrides)
+    seconds = time.monotonic() - began
+    trained = [one for one in steps if "reward" in one]
     assert found.before is not None
     assert found.after is not None
     return {
@@ -90,12 +58,16 @@ def measured(overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def summary(rows: dict[str, Any]) -> dict[str, Any]:
+def of_case(rows: Mapping[str, Any], case: str) -> list[dict[str, Any]]:
+    """The runs of a case."""
+    return [row for name, row in rows.items() if name.rpartition(", seed ")[0] == case]
+
+
+def summary(rows: Mapping[str, Any]) -> dict[str, Any]:
     """Over the seeds of each case."""
     found = {}
     for case in CASES:
-        own = [row for name, row in rows.items() if name.rpartition(", seed ")[0] == case]
-        if own:
+        if own := of_case(rows, case):
             found[case] = {
                 "seeds": len(own),
                 **{
@@ -112,23 +84,41 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def page(rows: dict[str, Any]) -> Iterator[str]:
-    """The table: of drawn answers the least, the mean and the most over the seeds."""
-    yield "| Run | Seeds | Drawn: before | at the end | Greedy: before | at the end | Equal groups | Gap |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for case, found in summary(rows).items():
-        own = [row for name, row in rows.items() if name.rpartition(", seed ")[0] == case]
-        equal = sum(row["groups_without_variance"] for row in own) / sum(row["groups"] for row in own)
-        gap = max(row["largest_gap"] for row in own)
-        cells = [
-            " / ".join(f"{found[f'{metric} {when}'][key]:.3f}" for key in ("least", "mean", "most"))
-            if len(own) > 1
-            else f"{found[f'{metric} {when}']['mean']:.3f}"
-            for metric in ("sampled", "greedy")
-            for when in ("before", "after")
-        ]
-        yield f"| {case} | {len(own)} | {' | '.join(cells)} | {equal:.0%} | {gap:.2f} |"
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table of docs/rl.md: of drawn answers the least, the mean and the most over the seeds."""
+
+    def row(case: str, found: Mapping[str, Any]) -> Iterator[object]:
+        own = of_case(result["runs"], case)
+        yield from (case, len(own))
+        for metric in ("sampled", "greedy"):
+            for when in ("before", "after"):
+                over = found[f"{metric} {when}"]
+                keys = ("least", "mean", "most") if len(own) > 1 else ("mean",)
+                yield " / ".join(f"{over[key]:.3f}" for key in keys)
+        equal = sum(one["groups_without_variance"] for one in own) / sum(one["groups"] for one in own)
+        yield from (f"{equal:.0%}", f"{max(one['largest_gap'] for one in own):.2f}")
+
+    yield from table(
+        "Run | Seeds | Drawn: before | at the end | Greedy: before | at the end | Equal groups | Gap",
+        (tuple(row(case, found)) for case, found in result["cases"].items()),
+    )
+
+
+BENCHMARK = Benchmark("rl_learns", {"rl.md": page}, key="runs")
+
+
+def main(
+    only: Only = "", seeds: Annotated[int, "of each case, instead of 5 or 1"] = 0, again: Again = False
+) -> None:
+    """Run what is missing; the table."""
+    rows = Rows(BENCHMARK, again, summary=lambda runs: {"cases": summary(runs)})
+    for case, overrides in CASES.items():
+        names = {f"{case}, seed {seed}": seed for seed in range(seeds or SEEDS.get(case, 1))}
+        for name in rows.missing(names, only):
+            rows.add(name, measured([*overrides, f"seed={names[name]}"]))
+            print(name, rows.rows[name], flush=True)
+    print(*page({"runs": rows.rows, "cases": summary(rows.rows)}), sep="\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

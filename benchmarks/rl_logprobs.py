@@ -7,14 +7,15 @@ bfloat16. Writes benchmarks/results/rl_logprobs.json.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import free_port, without_notes, write
+from commandline import run
+from measure import without_notes
+from pages import Benchmark
+from shapes import llama
 
 from hyper_parallel.config.load import build
 from hyper_parallel.config.rl_run import RLConfig
@@ -26,15 +27,9 @@ from hyper_parallel.rl.roles.rollout_model import rollout_model
 from hyper_parallel.rl.sample import Prompted
 from hyper_parallel.rl.weights.local_parameters import local_tensors
 
-NAME = "rl_logprobs"
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+BENCHMARK = Benchmark("rl_logprobs")
+SIZES = llama(64, 4, 4, inner=128, positions=128)
+del SIZES["vocab_size"]  # the tokenizer's
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
@@ -43,28 +38,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> int:
-    """Each family in each dtype."""
-    torch.set_num_threads(1)
-    rows = {}
-    for dtype in ("float32", "bfloat16"):
-        for family, found in gaps(dtype, torch.device("cpu")):
-            rows[f"{family}, {dtype}"] = found
-            print(family, dtype, found, flush=True)
-    write(NAME, {"rows": rows})
-    return 0
-
-
 def gaps(
     dtype: str, device: torch.device, families: Iterable[str] = tuple(FAMILIES)
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Of each family, in a process group of one rank."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    dist.init_process_group("gloo", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for family in families:
             with without_notes():
-                found = measured({"model_type": family, **SIZES, **FAMILIES[family]}, dtype, device)
+                found = measured({**SIZES, "model_type": family, **FAMILIES[family]}, dtype, device)
             yield family, found
     finally:
         dist.destroy_process_group()
@@ -96,14 +78,12 @@ def measured(model: dict[str, Any], dtype: str, device: torch.device) -> dict[st
             local_tensors(target)[name].copy_(value)
     rollout = Rollout(config, target, tokenizer)
     rows = tasks("sort", 0, "train", 32)
-    samples = rollout.generate(
-        [
-            Prompted(ticket=row, place=place, row=row, prompt=one["prompt"])
-            for row, one in enumerate(rows)
-            for place in range(8)
-        ],
-        1000,
-    )
+    asked = [
+        Prompted(ticket=row, place=place, row=row, prompt=one["prompt"])
+        for row, one in enumerate(rows)
+        for place in range(8)
+    ]
+    samples = rollout.generate(asked, 1000)
     while rollout.busy:
         samples += rollout.generate([], 1000)
     trainer = actor.logprobs(samples)
@@ -125,5 +105,16 @@ def measured(model: dict[str, Any], dtype: str, device: torch.device) -> dict[st
     }
 
 
+def main() -> None:
+    """Each family in each dtype."""
+    torch.set_num_threads(1)
+    rows = {}
+    for dtype in ("float32", "bfloat16"):
+        for family, found in gaps(dtype, torch.device("cpu")):
+            rows[f"{family}, {dtype}"] = found
+            print(family, dtype, found, flush=True)
+    BENCHMARK.keep({"rows": rows})
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

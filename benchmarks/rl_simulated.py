@@ -30,20 +30,17 @@ docs/rl-staleness.md has tables written from the result. `--only` names parts.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
-from measure import RESULTS, write
-from pages import DOCS, put
+from commandline import run
+from pages import Benchmark, table
 
 from hyper_parallel.config.rl_simulation import RlSimulation
 from hyper_parallel.rl.simulator import LoopResult, simulate_colocated, simulate_loop
 from hyper_parallel.rl.simulator.scaling import generation_law
 from hyper_parallel.rl.simulator.split import lower_bound
 
-PAGE = DOCS / "rl-staleness.md"
 DEVICES, SAMPLES, SHARE = 16, 512, 0.85
 SEEDS = (1, 2, 3)
 PARTS = ("orders", "verl", "one_step_off")
@@ -152,25 +149,15 @@ def verl(mean_tokens: float) -> Iterator[dict[str, Any]]:
 
 
 def one_step_off() -> Iterator[dict[str, Any]]:
-    """Rows of the one-step-off trainer: gen, old_log_prob and update on 16 devices, then on 4 and 12; the else."""
-    for engine, published, gen, score, train, other in (
-        (
-            "FSDP2",
-            (749, 520),
-            (247, 458),
-            (88, 108),
-            (286, 337),
-            (749 - 247 - 88 - 286, 520 - 45 - 108 - 337),
-        ),
-        (
-            "Megatron",
-            (699, 566),
-            (162, 501),
-            (119, 120),
-            (344, 347),
-            (699 - 162 - 119 - 344, 566 - 59 - 120 - 347),
-        ),
-    ):
+    """Rows of the one-step-off trainer. Published are, colocated and one step off: the step, gen (on 16 and on 4
+    devices), old_log_prob and update (on 16 and on 12); then the wait for answers, and the longest one. What else a
+    step takes is the rest."""
+    measured = {
+        "FSDP2": ((749, 520), (247, 458), (88, 108), (286, 337), 45, 20480),
+        "Megatron": ((699, 566), (162, 501), (119, 120), (344, 347), 59, 8192),
+    }
+    for engine, (published, gen, score, train, waits, longest) in measured.items():
+        switch = published[0] - gen[0] - score[0] - train[0]
         setup = RlSimulation(
             devices=16,
             rollout=4,
@@ -178,12 +165,12 @@ def one_step_off() -> Iterator[dict[str, Any]]:
             group=16,
             staleness=1,
             order="fifo",
-            lengths={"mean": 2000, "sigma": 1.0, "longest": 20480 if engine == "FSDP2" else 8192},
+            lengths={"mean": 2000, "sigma": 1.0, "longest": longest},
             generation={"measured": {16: gen[0], 4: gen[1]}, "slots": 2048, "interrupt": False},
             train={"measured": {16: train[0], 12: train[1]}},
             score={"measured": {16: score[0], 12: score[1]}},
-            transfer_seconds=other[1],
-            switch_seconds=other[0],
+            transfer_seconds=published[1] - waits - score[1] - train[1],
+            switch_seconds=switch,
             warmup=3,
             steps=20,
         )
@@ -200,47 +187,49 @@ def one_step_off() -> Iterator[dict[str, Any]]:
         }
 
 
-def page(result: dict[str, Any]) -> list[str]:
-    """The tables of docs/rl-staleness.md."""
-    lines = [
-        "| Case | Order | η | Rollout devices | Speed | Waste | Bubble | Mean staleness | Largest | Mean length |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['case']} | {row['order']} | {row['staleness']} | {row.get('rollout', 'all')} "
-        f"| {row['speed']:.2f} | {row['wasted']:.1%} | {row['bubble']:.0%} | {row['mean_staleness']:.2f} "
-        f"| {row['largest_staleness']} | {row['step_tokens'] / SAMPLES:.0f} |"
-        for row in result["orders"]
-    ]
-    lines += [
-        "",
-        "| verl's row | Order | Mean tokens (assumed) | Published, s | Simulated, s | Published | Simulated | Off |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['row']} | {row['order']} | {row['mean_tokens']} | {row['published_seconds']:.0f} "
-        f"| {row['seconds']:.0f} | {row['published_speed']:.2f}x | {row['speed']:.2f}x | {row['off']:+.0%} |"
-        for row in result["verl"]
-    ]
-    lines += [
-        "",
-        "| One step off | Published, s | Simulated, s | Published | Simulated | Off |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['engine']} | {row['published_seconds'][1]} | {row['seconds']:.0f} "
-        f"| {row['published_speed']:.2f}x | {row['speed']:.2f}x | {row['off']:+.0%} |"
-        for row in result["one_step_off"]
-    ]
-    return lines
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The tables of docs/rl-staleness.md, where all parts are there."""
+    if not set(PARTS) <= result.keys():
+        return
+
+    def beside(row: Mapping[str, Any]) -> tuple[str, ...]:
+        return f"{row['published_speed']:.2f}x", f"{row['speed']:.2f}x", f"{row['off']:+.0%}"
+
+    yield from table(
+        "Case | Order | η | Rollout devices | Speed | Waste | Bubble | Mean staleness | Largest | Mean length",
+        (
+            f"| {row['case']} | {row['order']} | {row['staleness']} | {row.get('rollout', 'all')} "
+            f"| {row['speed']:.2f} | {row['wasted']:.1%} | {row['bubble']:.0%} | {row['mean_staleness']:.2f} "
+            f"| {row['largest_staleness']} | {row['step_tokens'] / SAMPLES:.0f} |"
+            for row in result["orders"]
+        ),
+    )
+    yield ""
+    yield from table(
+        "verl's row | Order | Mean tokens (assumed) | Published, s | Simulated, s | Published | Simulated | Off",
+        (
+            (
+                *(row["row"], row["order"], row["mean_tokens"]),
+                *(f"{row['published_seconds']:.0f}", f"{row['seconds']:.0f}", *beside(row)),
+            )
+            for row in result["verl"]
+        ),
+    )
+    yield ""
+    yield from table(
+        "One step off | Published, s | Simulated, s | Published | Simulated | Off",
+        (
+            (row["engine"], row["published_seconds"][1], f"{row['seconds']:.0f}", *beside(row))
+            for row in result["one_step_off"]
+        ),
+    )
 
 
-def main() -> None:
+BENCHMARK = Benchmark("rl_simulated", {"rl-staleness.md": page})
+
+
+def main(only: Annotated[tuple[str, ...], "these parts", PARTS] = PARTS) -> None:
     """Run the parts and write the result and the page."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS)
-    only = parser.parse_args().only
-    path = RESULTS / "rl_simulated.json"
     makers = {
         "orders": lambda: (
             row for name in ("timers", "shared passes", "fixed training") for row in orders(name)
@@ -254,14 +243,9 @@ def main() -> None:
             found[part].append(row)
             print(part, *(f"{key}={value}" for key, value in row.items()), flush=True)
     # Read now: another run may have written other parts meanwhile.
-    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    result.update(found)
-    for key in ("date", "machine"):
-        result.pop(key, None)
-    write("rl_simulated", {"source": "simulated", **result})
-    if set(PARTS) <= result.keys():
-        put(PAGE, "rl_simulated.py", page(result))
+    others = {part: rows for part, rows in BENCHMARK.kept().items() if part in PARTS}
+    BENCHMARK.keep({"source": "simulated", **others, **found})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

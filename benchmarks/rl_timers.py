@@ -9,26 +9,25 @@ the times of generation and training are set, not measured. Writes benchmarks/re
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from measure import write
+from commandline import run
+from pages import Benchmark
+from processes import scratch
+from rl_example import steps_of
 
 from hyper_parallel.config.load import build
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.role_launch import RoleLaunch
-from hyper_parallel.rl.run import run
+from hyper_parallel.rl.run import run as run_rl
 from hyper_parallel.rl.sample import Prompted, Sample
 
-NAME, FIRST, SIGMA = "rl_timers", 5, 1.0
+BENCHMARK = Benchmark("rl_timers")
+FIRST, SIGMA = 5, 1.0
 GENERATION_S = 1.7
 """Mean seconds until the longest of 512 answers has ended."""
 TRAINING_S = 0.3
@@ -113,48 +112,24 @@ def longest(answers: int) -> float:
     return statistics.fmean(max(math.exp(draw.gauss(0, SIGMA)) for _ in range(answers)) for _ in range(2000))
 
 
-def main() -> int:
-    """The colocated loop, then each bound and order."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=30)
-    steps = parser.parse_args().steps
-    base = measured(steps, {"rollout": {"devices": 0}}, 0, "fifo")
-    rows = {"colocated, η = 0": base}
-    apart = {"actor": {"devices": 0}, "rollout": {"devices": 1, "batch": 4096}}
-    for staleness in (1, 2, 4):
-        for order in ("fifo", "window", "discard"):
-            row = measured(steps, apart, staleness, order)
-            row["speed"] = base["step_s"] / row["step_s"]
-            rows[f"apart, η = {staleness}, {order}"] = row
-            print(staleness, order, row, flush=True)
-    write(NAME, {"timers": "set, not measured", "rows": rows})
-    return 0
-
-
 def measured(steps: int, roles: dict[str, Any], staleness: int, order: str) -> dict[str, float]:
     """Mean seconds of a step, and what was wasted."""
-    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
+    loop = {"steps": steps, "staleness": staleness, "order": order}
+    with scratch() as folder:
         given = {
             "version": 1,
             "out": f"{folder}/run",
             "model": {"config": {"model_type": "llama"}},
             "task": {"name": "sort"},
-            "rl": {
-                "steps": steps,
-                "prompts": 64,
-                "group": 8,
-                "staleness": staleness,
-                "order": order,
-                "max_tokens": 8,
-            },
+            "rl": {"prompts": 64, "group": 8, "max_tokens": 8, **loop},
             "roles": {**roles, "rollout": {"batch": 4096, **roles["rollout"]}},
             "eval": {"prompts": 1},
             "launch": {"threads": 1, "device": "cpu"},
             "trackers": [],
         }
-        run(build(RLConfig, [("timers", given)], ()), host=f"{Path(__file__).stem}:TimerHost")
-        records = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").open()]
-    kept = [one for one in records if "step_s" in one][FIRST:]
+        config = build(RLConfig, [("timers", given)], ())
+        run_rl(config, host="rl_timers:TimerHost")
+        kept = steps_of(config, FIRST)
     return {
         "step_s": statistics.fmean(one["step_s"] for one in kept),
         "wasted_share": kept[-1]["wasted_share"],
@@ -163,5 +138,19 @@ def measured(steps: int, roles: dict[str, Any], staleness: int, order: str) -> d
     }
 
 
+def main(steps: int = 30) -> None:
+    """The colocated loop, then each bound and order."""
+    base = measured(steps, {"rollout": {"devices": 0}}, 0, "fifo")
+    rows = {"colocated, η = 0": base}
+    apart = {"actor": {"devices": 0}, "rollout": {"devices": 1}}
+    for staleness in (1, 2, 4):
+        for order in ("fifo", "window", "discard"):
+            row = measured(steps, apart, staleness, order)
+            row["speed"] = base["step_s"] / row["step_s"]
+            rows[f"apart, η = {staleness}, {order}"] = row
+            print(staleness, order, row, flush=True)
+    BENCHMARK.keep({"timers": "set, not measured", "rows": rows})
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

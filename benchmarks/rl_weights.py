@@ -14,17 +14,19 @@ the difference to the last one. It pays on links slower than saved bytes / (seco
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-import measure
 import torch
 import torch.distributed as dist
+from commandline import run
+from measure import timed
+from pages import Benchmark
+from shapes import llama
 
 from harness import ranks
 from harness.weight_layouts import held, random_description
@@ -43,9 +45,10 @@ from hyper_parallel.rl.weights.payload import (
     packed_bytes,
     payload_of,
 )
-from hyper_parallel.rl.weights.plan import Message, WeightPlan, plan_weights
+from hyper_parallel.rl.weights.plan import WeightPlan, plan_weights
 from hyper_parallel.rl.weights.transfer import WeightTransfer, connect
 
+BENCHMARK = Benchmark("rl_weights")
 MOST = 4
 """Ranks of a group."""
 WORLD = 2 * MOST
@@ -175,7 +178,7 @@ def worker(rank: int, world: int, port: int, pairs: int, scale: int) -> list[dic
         for _ in range(RUNS):
             for method, seconds in times.items():
                 began = time.process_time()
-                seconds.append(measure.timed(getattr(one, method), world))
+                seconds.append(timed(getattr(one, method), world))
                 cpu[method] += (time.process_time() - began) / RUNS
                 assert one.right(), f"pair {seed}: {method} on rank {rank}"
         moved = torch.tensor(0 if one.link is None else one.link.sent_bytes // RUNS)
@@ -213,15 +216,8 @@ def deltas() -> list[dict[str, Any]]:
     rows = []
     for rate in RATES:
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=128,
-                intermediate_size=384,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                vocab_size=1000,
-            )
-        )
+        fields = llama(128, 2, 4, inner=384, kv=4, vocabulary=1000, positions=2048)
+        model: Any = LlamaForCausalLM(LlamaConfig(**fields))
         described = describe(model, "actor")
         plans = {
             dtype: plan_weights(described, replace(described, role="rollout"), TransferOptions(dtype=dtype))
@@ -259,26 +255,20 @@ def deltas() -> list[dict[str, Any]]:
 
 def _payloads(plan: WeightPlan, model: Any) -> list[torch.Tensor]:
     tensors = local_tensors(model)
+
+    def box(part: Any) -> torch.Tensor:
+        return box_of(tensors[part.parameter.source], part.give)
+
     return [
-        payload_of(
-            pack(
-                message,
-                lambda part: box_of(tensors[part.parameter.source], part.give),
-                torch.empty(packed_bytes(message), dtype=torch.uint8),
-            )
-        )
-        for message in _sent(plan)
+        payload_of(pack(message, box, torch.empty(packed_bytes(message), dtype=torch.uint8)))
+        for message in plan.messages()
     ]
-
-
-def _sent(plan: WeightPlan) -> list[Message]:
-    return list(plan.messages())
 
 
 def _difference(plan: WeightPlan, new: list[torch.Tensor], old: list[torch.Tensor]) -> tuple[int, int, float]:
     """Bytes of the payloads and of their differences, and seconds to encode and decode these."""
     began, sent = time.perf_counter(), 0
-    for message, mine, theirs in zip(_sent(plan), new, old, strict=True):
+    for message, mine, theirs in zip(plan.messages(), new, old, strict=True):
         encoded = difference(message, mine, theirs)
         sent += encoded.numel()
         if encoded is not mine:
@@ -299,53 +289,38 @@ def measured(pairs: int, scale: int) -> list[dict[str, Any]]:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over pairs."""
-    quicker = [row["seconds"]["gather_then_broadcast"] / row["seconds"]["point_to_point"] for row in rows]
-    cpu = [row["cpu_seconds"]["gather_then_broadcast"] / row["cpu_seconds"]["point_to_point"] for row in rows]
+
+    def times(key: str) -> list[float]:
+        return [row[key]["gather_then_broadcast"] / row[key]["point_to_point"] for row in rows]
+
+    def fewer(theirs: str, ours: str) -> float:
+        return statistics.median(row[theirs] / row[ours] for row in rows)
+
+    quicker = times("seconds")
     return {
         "pairs": len(rows),
         "megabytes": statistics.median(row["model"] for row in rows) / 1e6,
         "equal_to_the_lower_bound": sum(row["bytes"] == row["lower_bound"] for row in rows),
-        "times_fewer_bytes": statistics.median(
-            row["gather_then_broadcast_bytes"] / row["bytes"] for row in rows
-        ),
-        "times_fewer_bytes_out_of_the_actor": statistics.median(
-            row["gather_then_broadcast_crossing"] / row["crossing"] for row in rows
-        ),
+        "times_fewer_bytes": fewer("gather_then_broadcast_bytes", "bytes"),
+        "times_fewer_bytes_out_of_the_actor": fewer("gather_then_broadcast_crossing", "crossing"),
         "times_quicker": statistics.median(quicker),
         "times_quicker_least": min(quicker),
         "times_quicker_most": max(quicker),
         "quicker_in": sum(one > 1 for one in quicker),
-        "times_less_cpu": statistics.median(cpu),
+        "times_less_cpu": statistics.median(times("cpu_seconds")),
     }
 
 
-def main() -> None:
+def main(pairs: Annotated[int, "of layouts; other than 50 are a look, which is not written"] = 50) -> None:
     """Run everything, print the summary and write the result."""
-    given = argparse.ArgumentParser()
-    given.add_argument("--pairs", type=int, default=50)
-    pairs = given.parse_args().pairs
     torch.set_num_threads(1)
-    ranks.PRELOAD[:] = ["torch", "numpy"]
-    rows = measured(pairs, 1)
-    large = measured(pairs // 5, 4)
+    rows, large = measured(pairs, 1), measured(pairs // 5, 4)
     delta = deltas()
-    for row in delta:
-        print(row)
+    print(*delta, sep="\n")
     if pairs == 50:
-        print(
-            measure.write(
-                "rl_weights",
-                {
-                    "runs": RUNS,
-                    "summary": summary(rows),
-                    "summary_large": summary(large),
-                    "delta": delta,
-                    "rows": rows,
-                    "rows_large": large,
-                },
-            )
-        )
+        summaries = {"summary": summary(rows), "summary_large": summary(large)}
+        BENCHMARK.keep({"runs": RUNS, **summaries, "delta": delta, "rows": rows, "rows_large": large})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,6 +1,6 @@
 """What `hyper-parallel inspect` tells of 2,048 ranks, how long it takes, and the same worked out by hand.
 
-    python benchmarks/scale.py [--out benchmarks/results/scale.json]
+    python benchmarks/scale.py
 
 Each inspection runs in a process of its own, whose time from start to end and largest resident memory are measured.
 The hand computation is plain arithmetic on the numbers of the models' papers; it knows nothing of this package's
@@ -11,31 +11,21 @@ the positions, against one device.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import io
 import json
-import os
-import platform
-import subprocess
-import sys
-import tempfile
+import resource
 import time
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from commandline import run
+from measure import ROOT
+from pages import Benchmark
+from processes import fresh, scratch
+
+BENCHMARK = Benchmark("scale")
 LIMIT_SECONDS, LIMIT_BYTES, LIMIT_OFF = 60.0, 4 * 2**30, 0.03
 FP32, BF16, INT64 = 4, 2, 8
-
-# Runs the command and says on stderr how much memory it held at most.
-CHILD = """
-import resource, sys
-from hyper_parallel.cli.main import main
-try:
-    main(["inspect", *sys.argv[1:], "--json"])
-finally:
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
-"""
-
 MILLION = """\
 version: 1
 out: runs/million
@@ -129,26 +119,25 @@ def deepseek_v3() -> dict[str, int]:
     }
 
 
+def inspection(*arguments: str) -> tuple[dict[str, Any], int]:
+    """What the command tells in JSON, in this process, and its largest resident memory in bytes."""
+    from hyper_parallel.cli.main import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main(["inspect", *arguments, "--json"])
+    return json.loads(printed.getvalue()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def inspected(file: str, *overrides: str) -> tuple[dict[str, Any], float, int]:
-    """What the command tells in JSON, the seconds it took, and its largest resident memory in bytes."""
+    """What the command tells, the seconds of its process, and its largest resident memory in bytes."""
     begun = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, file, *overrides],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        check=False,
-    )
-    seconds = time.perf_counter() - begun
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout), seconds, int(done.stderr.split()[-1])
+    told, memory = fresh(inspection, file, *overrides, threads=2)
+    return told, time.perf_counter() - begun, memory
 
 
 def compared(name: str, file: str, hand: dict[str, int]) -> dict[str, Any]:
     """One model: told and by hand, in bytes of rank 0."""
-    told, seconds, memory = inspected(file)
+    told, seconds, memory = inspected(str(ROOT / file))
     inspect = {what: told["totals"][what] for what in hand}
     total = {"inspect": sum(inspect.values()), "hand": sum(hand.values())}
     print(f"\n{name}: {told['world']} ranks, {seconds:.1f} s, {memory / 2**30:.2f} GiB resident")
@@ -176,8 +165,8 @@ def compared(name: str, file: str, hand: dict[str, int]) -> dict[str, Any]:
 
 def million() -> dict[str, Any]:
     """Activations at a million tokens, 32 ranks along context against one device."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "million.yaml"
+    with scratch() as folder:
+        file = folder / "million.yaml"
         file.write_text(MILLION)
         split, _, _ = inspected(str(file))
         one, _, _ = inspected(str(file), "strategy.axes={}")
@@ -188,29 +177,16 @@ def million() -> dict[str, Any]:
     return {"context": 32, "rank": mine, "one_device": whole, "share": share, "within": share <= 1.1}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/scale.json")
-    out: Path = parser.parse_args().out
-    results = {
-        "machine": {
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "what": "CPU only, fake tensors",
-        },
-        "models": [
-            compared("Llama 3.1 405B", "examples/llama-405b.yaml", llama_405b()),
-            compared("DeepSeek-V3", "examples/deepseek-v3.yaml", deepseek_v3()),
-        ],
-        "million_tokens": million(),
-    }
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwritten to {out}")
-    if not (results["million_tokens"]["within"] and all(one["within"] for one in results["models"])):
-        raise SystemExit("some figure is outside of its limit")
+def main() -> bool:
+    """Inspect, compare, keep; whether a figure is outside of its limit."""
+    models = [
+        compared("Llama 3.1 405B", "examples/llama-405b.yaml", llama_405b()),
+        compared("DeepSeek-V3", "examples/deepseek-v3.yaml", deepseek_v3()),
+    ]
+    tokens = million()
+    BENCHMARK.keep({"models": models, "million_tokens": tokens})
+    return not all(part["within"] for part in [*models, tokens])
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

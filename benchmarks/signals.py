@@ -16,13 +16,11 @@ Then each rank in turn is stopped (SIGSTOP), `--freezes` times: the run must end
 no process of it behind.
 
 Cases are independent. With a `--folder` each result is kept there as it is found, and a later start does what is left;
-`--shard I/N` does every N-th. The figures are written once no case is left, or with `--report`. One process imports
-PyTorch once and starts the runs one after another, as the command does.
+`--shard I/N` does every N-th. The figures are written once no case is left, or with `--report`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -30,20 +28,20 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import measure
-from kill_saves import HEAD, family, records, tensors
+from campaigns import Log
+from commandline import run
+from disturbed_runs import HEAD, Command, family, judged, records, tensors, write_texts
+from pages import Benchmark
+from processes import scratch
 
-from hyper_parallel import config, launch
 from hyper_parallel.checkpoint import newest
-from hyper_parallel.errors import PREFIX, HyperParallelError
+from hyper_parallel.errors import PREFIX
 
+BENCHMARK = Benchmark("signals")
 STEPS = 24
 GRACE_S = 30.0
 FROZEN_S = 10.0
@@ -61,82 +59,6 @@ launch: {{device: cpu, threads: 1, grace: {GRACE_S:g}}}
 checkpoint: {{every: 9, keep: 9}}
 trackers: []
 """
-
-
-class Command:
-    """A process that starts runs one after another as ``hyper-parallel train`` does, and is the command of each."""
-
-    def __init__(self, folder: Path, text: str = RUN) -> None:
-        """`text`: of run files, with ``OUT`` for the folder of the run."""
-        self.folder, self._text = folder, text
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"],
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-    def start(self, out: str, *overrides: str, **launched: Any) -> None:
-        """Begin a run; `ended` tells how it ends. `launched`: keys of `launch`."""
-        (self.folder / f"{out}.yaml").write_text(self._text.replace("OUT", out))
-        (self.folder / f"{out}.err").write_text("")
-        (self.folder / f"{out}.txt").write_text("")
-        assert self.process.stdin is not None
-        more = [f"launch.{key}={value}" for key, value in launched.items()]
-        self.process.stdin.write(json.dumps([out, *overrides, *more]).encode() + b"\n")
-        self.process.stdin.flush()
-        self.begun = time.monotonic()
-
-    def ended(self, timeout: float) -> int | None:
-        """The run's exit code; None while it lives."""
-        import select
-
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], timeout)[0]:
-            return None
-        return int(self.process.stdout.readline())
-
-    def finish(self, out: str, *overrides: str, **launched: Any) -> int:
-        """Run to the end; the exit code."""
-        self.start(out, *overrides, **launched)
-        code = self.ended(600)
-        assert code is not None, f"{out} did not end"
-        return code
-
-    def workers(self) -> list[int]:
-        """Process ids of the run's workers, by rank, as far as they are there."""
-        below = family(self.process.pid)[1:]
-        return sorted(below[1:])  # the first is the fork server, which forks them in order
-
-    def close(self) -> None:
-        """End it and what it has started."""
-        for pid in family(self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def serve() -> None:
-    """The command's side: a run for each line of standard input, its exit code for an answer."""
-    answers = os.fdopen(os.dup(1), "w")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: None)  # one that comes after a run's end
-    for line in sys.stdin:
-        out, *overrides = json.loads(line)
-        for descriptor, kind in ((1, "txt"), (2, "err")):
-            file = os.open(f"{out}.{kind}", os.O_WRONLY | os.O_APPEND)
-            os.dup2(file, descriptor)
-            os.close(file)
-        try:
-            code = launch.run(config.load(f"{out}.yaml", overrides), "hyper_parallel.train.entry:main")
-        except HyperParallelError as error:
-            os.write(2, f"{PREFIX}{error}\n".encode())
-            code = 2
-        sys.stdout.flush()
-        sys.stderr.flush()
-        answers.write(f"{code}\n")
-        answers.flush()
 
 
 def results(folder: Path, out: str) -> tuple[dict[int, Any], dict[str, bytes]]:
@@ -157,26 +79,24 @@ def send(command: Command, number: int, whom: str, rank: int) -> bool:
     return bool(pids)
 
 
-def interrupt(
-    command: Command, out: str, number: int, whom: str, rank: int, moment: float, within: bool, span: float
-) -> dict[str, Any]:
+def interrupt(command: Command, out: str, case: dict[str, Any], span: float) -> dict[str, Any]:
     """Start a run, send it a signal, and tell how it ended.
 
     The moment is a share of `span` seconds from the start, or from the first step (`within`); where the run has ended
     before it, it is moved forward.
     """
-    folder, row = command.folder, {}
+    folder, moment = command.folder, case["moment"]
+    number = signal.Signals[case["signal"]]
     while True:
         shutil.rmtree(folder / out, ignore_errors=True)
         command.start(out)
         code = None
-        if within:
-            while not records(folder, out) and (code := command.ended(0.005)) is None:
-                assert time.monotonic() - command.begun < 300, "no step within five minutes"
+        if case["within"]:
+            code = command.until_first_step(out)
         begun = time.monotonic()
         while code is None and time.monotonic() - begun < moment * span:
             code = command.ended(0.002)
-        while code is None and not send(command, number, whom, rank):
+        while code is None and not send(command, number, case["whom"], case["rank"]):
             code = command.ended(0.01)
         sent, step = time.monotonic(), max(records(folder, out), default=0)
         if code is None:
@@ -195,8 +115,7 @@ def interrupt(
 
 def stopped(command: Command, out: str, case: dict[str, Any], span: float, whole: Any) -> dict[str, Any]:
     """A case of SIGTERM or SIGINT."""
-    folder, number = command.folder, signal.Signals[case["signal"]]
-    row = interrupt(command, out, number, case["whom"], case["rank"], case["moment"], case["within"], span)
+    folder, row = command.folder, interrupt(command, out, case, span)
     row["step"] = max(records(folder, out), default=0)
     found = newest(folder / out / "checkpoints") if (folder / out / "checkpoints").exists() else None
     row["saved"] = found.step if found is not None else 0
@@ -212,10 +131,7 @@ def stopped(command: Command, out: str, case: dict[str, Any], span: float, whole
 
 def saved(command: Command, out: str, case: dict[str, Any], span: float, whole: Any) -> dict[str, Any]:
     """A case of SIGUSR1."""
-    folder = command.folder
-    row = interrupt(
-        command, out, signal.SIGUSR1, case["whom"], case["rank"], case["moment"], case["within"], span
-    )
+    folder, row = command.folder, interrupt(command, out, case, span)
     text = (folder / f"{out}.txt").read_text()
     asked = [int(line.split()[2].rstrip(",")) for line in text.splitlines() if line.startswith("saved step")]
     row["saved"] = asked
@@ -273,84 +189,60 @@ def cases(moments: int, freezes: int, seed: int) -> list[dict[str, Any]]:
     return [{"case": number, **case} for number, case in enumerate(found)]
 
 
-def report(folder: Path, total: int) -> bool:
-    """Write the figures of what was done; whether all of it was right."""
-    rows = [
-        json.loads(line)
-        for path in sorted(folder.glob("cases-*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    table: dict[str, Any] = {}
-    print(f"{'signal':<9} {'to':<8} {'cases':>6} {'right':>6} {'slowest end':>12}")
-    for name, whom in dict.fromkeys((row["signal"], row["whom"]) for row in rows):
-        those = [row for row in rows if (row["signal"], row["whom"]) == (name, whom)]
-        right = sum(row["ok"] for row in those)
-        slowest = max(row["ended_s"] for row in those)
-        table[f"{name} to {whom}"] = {"cases": len(those), "right": right, "slowest_end_s": slowest}
-        print(f"{name:<9} {whom:<8} {len(those):>6} {right:>6} {slowest:>10.1f} s")
+def reported(kept: Path, total: int) -> bool:
+    """Write the figures of what was done; whether something of it was wrong, or nothing done."""
+    rows = [row for path in sorted(kept.glob("cases-*.jsonl")) for row in Log(path).rows]
+    table = judged(rows, lambda row: f"{row['signal']} to {row['whom']}")
     wrong = [row for row in rows if not row["ok"]]
-    result = {
-        "steps": STEPS,
-        "grace_s": GRACE_S,
-        "frozen_timeout_s": FROZEN_S,
-        "planned": total,
-        "done": len(rows),
-    }
-    path = measure.write("signals", {**result, "table": table, "wrong": wrong})
-    print(f"{len(rows)} of {total} cases, {len(wrong)} wrong -> {path.name}")
-    return not wrong and bool(rows)
+    print(f"{len(rows)} of {total} cases, {len(wrong)} wrong")
+    limits = {"steps": STEPS, "grace_s": GRACE_S, "frozen_timeout_s": FROZEN_S}
+    BENCHMARK.keep({**limits, "planned": total, "done": len(rows), "table": table, "wrong": wrong})
+    return bool(wrong) or not rows
 
 
-def main() -> None:
-    """Run the cases that are left."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--moments", type=int, default=30)
-    parser.add_argument("--freezes", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where results are kept from start to start")
-    parser.add_argument("--shard", default="0/1", help="I/N: every N-th case, from the I-th on")
-    parser.add_argument("--report", action="store_true", help="write the figures of what was done so far")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.serve:
-        serve()
-        return
-    every = cases(arguments.moments, arguments.freezes, arguments.seed)
-    index, count = map(int, arguments.shard.split("/"))
+def run_cases(todo: list[dict[str, Any]], log: Log, folder: Path) -> None:
+    """Run the cases in a folder of their own, beside a run that nothing interrupts."""
+    write_texts(folder, text=2000, eval=60)
+    with contextlib.closing(Command(folder, RUN)) as command:
+        assert command.finish("whole") == 0, (folder / "whole.err").read_text()
+        whole = results(folder, "whole")
+        shutil.rmtree(folder / "whole")
+        command.start("whole")  # the first one has made the tokenizer
+        assert command.until_first_step("whole") is None, (folder / "whole.err").read_text()
+        first = time.monotonic()
+        assert command.ended(600) == 0
+        spans = (time.monotonic() - command.begun, time.monotonic() - first)
+        for case in todo:
+            out = f"run-{case['case']}"
+            kind = {"SIGUSR1": saved, "SIGSTOP": frozen}.get(case["signal"], stopped)
+            row = {**case, **kind(command, out, case, spans[case.get("within", False)], whole)}
+            log.add(row)
+            print(json.dumps(row), flush=True)
+            if row["ok"]:
+                shutil.rmtree(folder / out, ignore_errors=True)
+
+
+def main(
+    moments: int = 30,
+    freezes: int = 10,
+    seed: int = 0,
+    folder: Annotated[Path | None, "where results are kept from start to start"] = None,
+    shard: Annotated[str, "I/N: every N-th case, from the I-th on"] = "0/1",
+    report: Annotated[bool, "write the figures of what was done so far"] = False,
+) -> bool:
+    """Run the cases that are left; whether one was wrong, where all are reported."""
+    every = cases(moments, freezes, seed)
+    index, count = map(int, shard.split("/"))
     with contextlib.ExitStack() as stack:
-        kept = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        kept = folder or stack.enter_context(scratch())
         kept.mkdir(parents=True, exist_ok=True)
-        log = kept / f"cases-{index}-{count}.jsonl"
-        done = {json.loads(line)["case"] for line in log.read_text().splitlines()} if log.exists() else set()
+        log = Log(kept / f"cases-{index}-{count}.jsonl")
+        done = {row["case"] for row in log.rows}
         todo = [case for case in every[index::count] if case["case"] not in done]
-        if todo and not arguments.report:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            for name, lines in (("text", 2000), ("eval", 60)):
-                text = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(lines))
-                (folder / f"{name}.txt").write_text(text)
-            command = Command(folder)
-            stack.callback(command.close)
-            assert command.finish("whole") == 0, (folder / "whole.err").read_text()
-            whole = results(folder, "whole")
-            shutil.rmtree(folder / "whole")
-            command.start("whole")  # the first one has made the tokenizer
-            while not records(folder, "whole"):
-                assert command.ended(0.005) is None, (folder / "whole.err").read_text()
-            first = time.monotonic()
-            assert command.ended(600) == 0
-            spans = (time.monotonic() - command.begun, time.monotonic() - first)
-            for case in todo:
-                out = f"run-{case['case']}"
-                kind = {"SIGUSR1": saved, "SIGSTOP": frozen}.get(case["signal"], stopped)
-                row = {**case, **kind(command, out, case, spans[case.get("within", False)], whole)}
-                with log.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
-                if row["ok"]:
-                    shutil.rmtree(folder / out, ignore_errors=True)
-        if arguments.report or count == 1:
-            sys.exit(0 if report(kept, len(every)) else 1)
+        if todo and not report:
+            run_cases(todo, log, stack.enter_context(scratch()))
+        return reported(kept, len(every)) if report or count == 1 else False
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,26 +7,18 @@ A command that takes longer than `--limit` seconds is stopped, and its row says 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import resource
-import signal
 import subprocess
-import sys
-import tempfile
-import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from measure import RESULTS, write
-
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "simulate.md"
-BEGIN, END = (
-    "<!-- benchmarks/simulate_examples.py: begin -->",
-    "<!-- benchmarks/simulate_examples.py: end -->",
-)
+from campaigns import Rows
+from commandline import run
+from measure import ROOT
+from pages import Benchmark, table
+from processes import hyper_parallel, scratch
 
 EXAMPLES = {
     "examples/quickstart.yaml": "h100x4",
@@ -59,32 +51,15 @@ def commands() -> dict[str, tuple[list[str], bool]]:
 
 def measured(arguments: list[str], folder: Path, limit: float) -> dict[str, Any]:
     """One run of a command in a folder. Seconds are None where it was stopped at the limit."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    code = "from hyper_parallel.cli.main import main; main()"
-    output = folder / "output"
-    with output.open("w") as stdout, (folder / "errors").open("w") as stderr:
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            cwd=folder,
-            env=environ,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        try:
-            status: int | None = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            status = None
-    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if status is None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    threads = {"OMP_NUM_THREADS": "1"}
+    try:
+        wall, printed = hyper_parallel(*arguments, folder=folder, environment=threads, limit=limit)
+    except subprocess.TimeoutExpired:
         return {"wall": None, "cpu": None}
-    if status:
-        raise SystemExit(f"{arguments}: exit code {status}: {(folder / 'errors').read_text()[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall": round(wall, 1), "cpu": round(cpu, 1), "step": _step(json.loads(output.read_text()))}
+    return {"wall": round(wall, 1), "cpu": round(cpu, 1), "step": _step(json.loads(printed))}
 
 
 def _step(found: dict[str, Any]) -> float | None:
@@ -95,55 +70,44 @@ def _step(found: dict[str, Any]) -> float | None:
     return float(steps[0]) if steps else None
 
 
-def main() -> None:
-    """Measure the rows one after the other, and write each as it is measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table of docs/simulate.md."""
+
+    def cell(row: Mapping[str, Any] | None, key: str, limit: float) -> str:
+        if row is None:
+            return "–"
+        return f"over {limit:.0f}" if row[key] is None else f"{row[key]:.1f}"
+
+    def cells(name: str, row: Mapping[str, Any]) -> Iterator[str]:
+        yield name
+        for state in ("cold", "cached"):
+            for key in ("wall", "cpu"):
+                yield cell(row.get(state), key, row["limit"])
+
+    rows = result["rows"]
+    yield from table(
+        "Command | Cold: wall, s | CPU, s | Again: wall, s | CPU, s",
+        (list(cells(name, rows[name])) for name in commands() if name in rows),
     )
-    parser.add_argument("--only", nargs="+", choices=list(commands()), default=list(commands()))
-    parser.add_argument("--limit", type=float, default=600.0)
-    asked = parser.parse_args()
-    path = RESULTS / "simulate_examples.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else {}
-    for name in asked.only:
+
+
+BENCHMARK = Benchmark("simulate_examples", {"simulate.md": page}, key="rows")
+
+
+def main(
+    only: Annotated[tuple[str, ...], tuple(commands())] = tuple(commands()), limit: float = 600.0
+) -> None:
+    """Measure the rows one after the other, and write each as it is measured."""
+    rows = Rows(BENCHMARK)
+    for name in only:
         arguments, keeps = commands()[name]
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            rows[name] = {"cold": measured(arguments, folder, asked.limit), "limit": asked.limit}
+        with scratch() as folder:
+            row = {"cold": measured(arguments, folder, limit), "limit": limit}
             if keeps:
-                rows[name]["cached"] = measured(arguments, folder, asked.limit)
-        print(name, rows[name], flush=True)
-        write("simulate_examples", {"rows": rows})
-        PAGE.write_text(with_table(PAGE.read_text(), rows))
-
-
-def with_table(text: str, rows: dict[str, dict[str, Any]]) -> str:
-    """The page with the rows' table between its two marks."""
-    lines = [
-        "| Command | Cold: wall, s | CPU, s | Again: wall, s | CPU, s |",
-        "|---|---|---|---|---|",
-    ]
-    for name in commands():
-        if name in rows:
-            row = rows[name]
-            cells = [
-                _cell(row.get(state), key, row["limit"])
-                for state in ("cold", "cached")
-                for key in ("wall", "cpu")
-            ]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    before, _, rest = text.partition(BEGIN)
-    _, found, behind = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{PAGE} has no place for the table, which is between {BEGIN} and {END}")
-    return "\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{behind}"])
-
-
-def _cell(row: dict[str, Any] | None, key: str, limit: float) -> str:
-    if row is None:
-        return "–"
-    return f"over {limit:.0f}" if row[key] is None else f"{row[key]:.1f}"
+                row["cached"] = measured(arguments, folder, limit)
+        print(name, row, flush=True)
+        rows.add(name, row)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,7 +7,6 @@ on one that others use, rates are those that are left over.
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
@@ -20,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import timed_on, write
-from pages import DOCS, put
+from commandline import run
+from measure import load, timed_on
+from pages import Benchmark, table
 from torch import Tensor
 
 from hyper_parallel.compat import Backend, backend
@@ -31,15 +31,19 @@ from hyper_parallel.offloading.tiers.flash import PART
 
 MiB = 2**20
 SIZES = (64 * 2**10, MiB, 16 * MiB, 256 * MiB)
+FLASH = Path(tempfile.gettempdir()) / "tiers"
+TIERS = ("host", "pool", "flash")
 LOAD = "load of the machine before and after"
 
 
 def median(times: int, step: Callable[[], object], on: Backend) -> float:
+    """Seconds, after one that warms up."""
     step()
     return statistics.median(timed_on(on, step) for _ in range(times))
 
 
 def speed(count: int, seconds: float) -> dict[str, float]:
+    """Of so many bytes."""
     return {"milliseconds": round(seconds * 1e3, 4), "GB_per_s": round(count / seconds / 1e9, 3)}
 
 
@@ -105,21 +109,22 @@ def raw(folder: Path, on: Backend, times: int) -> dict[str, Any]:
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The lines of docs/tiers.md, "Measured"."""
-    machine, load, plain = result["machine"], result[LOAD], result["raw"]
+    machine, loads, plain = result["machine"], result[LOAD], result["raw"]
     where = machine["accelerator"] or f"a CPU ({machine['cpu']}, {machine['cores']} cores)"
     threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
     yield (
         f"`benchmarks/tiers.py` on {where}, {threads}; medians of {result['times']} copies. The load of the shared "
-        f"machine was {load[0]:.1f} before and {load[1]:.1f} after "
+        f"machine was {loads[0]:.1f} before and {loads[1]:.1f} after "
         "([result](../benchmarks/results/tiers.json))."
     )
     yield ""
-    yield f"| {max(SIZES) // MiB} MiB | Out | Back | Both ways at once, in sum | {min(SIZES) // 2**10} KiB, out |"
-    yield "|---|---|---|---|---|"
-    for name in ("host", "pool", "flash"):
+    rows = []
+    for name in TIERS:
         large, small = (result[name][f"{size // 2**10} KiB"] for size in (max(SIZES), min(SIZES)))
-        rates = " | ".join(f"{large[way]['GB_per_s']:.1f} GB/s" for way in ("out", "back", "both, together"))
-        yield f"| {name} | {rates} | {1e3 * small['out']['milliseconds']:.0f} µs |"
+        rates = [f"{large[way]['GB_per_s']:.1f} GB/s" for way in ("out", "back", "both, together")]
+        rows.append((name, *rates, f"{1e3 * small['out']['milliseconds']:.0f} µs"))
+    sizes = f"{max(SIZES) // MiB} MiB", f"{min(SIZES) // 2**10} KiB, out"
+    yield from table(f"{sizes[0]} | Out | Back | Both ways at once, in sum | {sizes[1]}", rows)
     yield ""
     rate = {name: f"{one['GB_per_s']:.1f}" for name, one in plain.items()}
     yield (
@@ -131,31 +136,27 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--flash", type=Path, default=Path(tempfile.gettempdir()) / "tiers")
-    parser.add_argument("--times", type=int, default=15)
-    parser.add_argument("--device", default="auto")
-    arguments = parser.parse_args()
-    on, room = backend(arguments.device), 2 * max(SIZES) + MiB
-    load = [os.getloadavg()[0]]
-    result: dict[str, Any] = {"device": on.name, "threads": torch.get_num_threads(), "times": arguments.times}
-    with HostTier(on, room) as tier:
-        result["host"] = of_tier(tier, on, arguments.times)
-    with PoolTier(on, room, f"benchmark-{secrets.token_hex(4)}") as tier:
-        result["pool"] = of_tier(tier, on, arguments.times)
-    with FlashTier(arguments.flash, on) as tier:
-        result["flash"] = of_tier(tier, on, arguments.times)
-    result["raw"] = raw(arguments.flash, on, arguments.times)
-    load.append(os.getloadavg()[0])
-    result[LOAD] = [round(one, 2) for one in load]
-    path = write("tiers", result)
-    text = path.read_text()
-    put(DOCS / "tiers.md", "tiers.py", page(json.loads(text)))
-    print(text)
+BENCHMARK = Benchmark("tiers", {"tiers.md": page})
+
+
+def main(flash: Path = FLASH, times: int = 15, device: str = "auto") -> None:
+    """Each tier, and the machine without."""
+    on, room = backend(device), 2 * max(SIZES) + MiB
+    loads = [load()]
+    result: dict[str, Any] = {"device": on.name, "threads": torch.get_num_threads(), "times": times}
+    makers: dict[str, Callable[[], Any]] = {
+        "host": lambda: HostTier(on, room),
+        "pool": lambda: PoolTier(on, room, f"benchmark-{secrets.token_hex(4)}"),
+        "flash": lambda: FlashTier(flash, on),
+    }
+    for name in TIERS:
+        with makers[name]() as tier:
+            result[name] = of_tier(tier, on, times)
+    result["raw"] = raw(flash, on, times)
+    result[LOAD] = [round(one, 2) for one in (*loads, load())]
+    BENCHMARK.keep(result)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

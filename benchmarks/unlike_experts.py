@@ -16,12 +16,12 @@ benchmarks/results/unlike_experts.json and the table of docs/experts.md.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from measure import machine, write
-from pages import DOCS, put
+from commandline import run
+from pages import Benchmark, table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.cluster import Cluster
@@ -37,28 +37,19 @@ from hyper_parallel.strategy import Strategy
 LENGTH = 4096
 LIMIT = 1.15
 DRAWS = 8
-MODELS: dict[str, dict[str, Any]] = {
-    "DeepSeek-V3": {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 0,
-    },
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
+ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 1024, "max_position_embeddings": LENGTH}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    **ONE_LAYER,
 }
+DEEPSEEK |= {"num_attention_heads": 128, "num_key_value_heads": 128, "first_k_dense_replace": 0}
+DEEPSEEK |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}
+QWEN: dict[str, Any] = {"model_type": "qwen3_moe", "hidden_size": 2048, **ONE_LAYER}
+QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+QWEN |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN}
 CLUSTERS = ("h100", "cloudmatrix384")
 RANKS = (8, 32)
 EXPONENTS = (1.0, 1.2)
@@ -66,20 +57,10 @@ EXPONENTS = (1.0, 1.2)
 
 def layer_seconds(name: str, where: Cluster, ranks: int) -> dict[str, float]:
     """Seconds of a layer's passes over a row: products of experts, exchanges of rows, the rest."""
-    given = dict(MODELS[name])
-    config = AutoConfig.for_model(
-        given.pop("model_type"), **given, num_hidden_layers=1, vocab_size=1024, max_position_embeddings=LENGTH
-    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    strategy = Strategy.model_validate(
-        {
-            "version": 1,
-            "axes": {"shard": ranks, "expert": ranks},
-            "precision": {"param": "bfloat16", "compute": "bfloat16"},
-            "check": False,
-        }
-    )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name])).to(torch.bfloat16)
+    precision = {"param": "bfloat16", "compute": "bfloat16"}
+    strategy = Strategy(axes={"shard": ranks, "expert": ranks}, precision=precision, check=False)
     found = {"products": 0.0, "exchanges": 0.0, "rest": 0.0}
     with fake_ranks(ranks, 0):
         parallelize(model, strategy, lowering="traceable")
@@ -117,16 +98,15 @@ def simulated(
     def layer(heavy: float) -> float:
         return seconds["rest"] + heavy * (seconds["products"] + seconds["exchanges"])
 
-    told: list[tuple[float, float, int]] = []
+    draws: list[tuple[float, float, int]] = []
     for seed in range(DRAWS):
         drawn = loads(count, exponent, seed)
         needed = replicas_needed(drawn, ranks, LIMIT)
         placed = place(drawn, Placement.initial(count, needed), ranks, LIMIT)
-        told.append(
+        draws.append(
             (heaviest(drawn, Placement.initial(count, 0), ranks), heaviest(drawn, placed, ranks), needed)
         )
-    before, after = (sum(one[at] for one in told) / DRAWS for at in (0, 1))
-    replicas = sum(one[2] for one in told) / DRAWS
+    before, after, replicas = (sum(values) / DRAWS for values in zip(*draws, strict=True))
     # A sum over the ranks in the forward pass, and one of gradients in the backward pass.
     copies = 2 * where.collective_seconds("all_reduce", replicas * weights, range(ranks)) if replicas else 0.0
     old, new = layer(before), layer(after) + copies
@@ -146,18 +126,22 @@ def simulated(
     }
 
 
-def page(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The table of the page."""
-    yield "| Layer of | Ranks | Zipf | Heaviest rank | Replicas | Layer | Step of such layers | Utilization | Idle |"
-    yield "|---|---|--:|---|--:|---|--:|--:|---|"
-    for one in rows:
-        ratio = one["layer_after"] / one["layer_before"]
-        yield (
-            f"| {one['model']} | {one['ranks']} × {one['cluster']} | {one['exponent']} | {one['before']:.2f} → "
-            f"{one['after']:.2f} | {one['replicas']:.1f} | {1e3 * one['layer_before']:.1f} → "
-            f"{1e3 * one['layer_after']:.1f} ms | {ratio - 1:+.0%} | {1 / ratio - 1:+.0%} | {one['idle_before']:.0%} → "
-            f"{one['idle_after']:.0%} |"
-        )
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table of docs/experts.md."""
+
+    def cells(row: Mapping[str, Any]) -> Iterator[object]:
+        ratio = row["layer_after"] / row["layer_before"]
+        yield from (row["model"], f"{row['ranks']} × {row['cluster']}", row["exponent"])
+        yield from (f"{row['before']:.2f} → {row['after']:.2f}", f"{row['replicas']:.1f}")
+        yield f"{1e3 * row['layer_before']:.1f} → {1e3 * row['layer_after']:.1f} ms"
+        yield from (f"{ratio - 1:+.0%}", f"{1 / ratio - 1:+.0%}")
+        yield f"{row['idle_before']:.0%} → {row['idle_after']:.0%}"
+
+    columns = "Layer of|Ranks|Zipf|Heaviest rank|Replicas|Layer|Step of such layers|Utilization|Idle"
+    yield from table(columns, (list(cells(row)) for row in result["rows"]), "llrlrlrrl")
+
+
+BENCHMARK = Benchmark("unlike_experts", {"experts.md": page})
 
 
 def main() -> None:
@@ -168,10 +152,9 @@ def main() -> None:
             for ranks in RANKS:
                 seconds = layer_seconds(name, Cluster.preset(cluster), ranks)
                 rows += [simulated(name, cluster, ranks, exponent, seconds) for exponent in EXPONENTS]
-    print("\n".join(page(rows)))
-    print(write("unlike_experts", {"machine": machine(), "rows": rows}))
-    put(DOCS / "experts.md", "unlike_experts.py", page(rows))
+    print("\n".join(page({"rows": rows})))
+    BENCHMARK.keep({"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

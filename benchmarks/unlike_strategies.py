@@ -19,8 +19,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from unlike_costs import DEGREES
-
 from hyper_parallel.data.dealing import RowWork, dealt
 from hyper_parallel.planner.submodels.search import DEEPEST
 from hyper_parallel.planner.submodels.sizes import (
@@ -39,6 +37,8 @@ from hyper_parallel.planner.submodels.steps import Step, disjoint
 from hyper_parallel.schedule import Action, MicroBatchKind, Schedule, named_schedule, time_step
 from hyper_parallel.workload.part_costs import Times, added
 
+DEGREES = (1, 2, 4, 8)
+"""Of tensor parallelism."""
 ROWS = (1, 2, 4)
 """Of a micro-batch on a data rank."""
 
@@ -81,22 +81,14 @@ def homogeneous(task: Task, one: Sizes, images: Sequence[Row], *, trained: bool 
         row = sum(map(sum, costs.language.stages(1, one.tensor, 1)))
         work = [RowWork(row, sum(costs.encoders[0].seconds(shown))) for shown in rows]
         rows = [rows[place] for place in dealt(work, one.data, one.rows)]
-    stages = language_stages(task, one, sum(mean))
-    longest = busy = 0.0
-    for replica in range(one.data):
-        own = rows[replica * count * one.rows : (replica + 1) * count * one.rows]
-        micro = []
-        for m in range(count):
-            shown = sum(own[m * one.rows : (m + 1) * one.rows])
-            encoder = _encoder(task, shown, among)
-            micro.append([added(stages[0], encoder), *stages[1:]])
-        kinds = [MicroBatchKind.chain(stage_costs(times), range(one.pipeline)) for times in micro]
-        timed = time_step(kinds, _one_f_one_b(one.pipeline, count))
-        longest = max(longest, timed.makespan)
-        busy += one.tensor * sum(sum(times) for stage in micro for times in stage)
-    per_device = (
-        costs.language.parameters / (one.tensor * one.pipeline) + costs.encoders[0].parameters / among
-    )
+    first, *others = language_stages(task, one, sum(mean))
+
+    def stages_of(shown: float) -> tuple[list[Times], Sequence[float]]:
+        return [added(first, _encoder(task, shown, among)), *others], ()
+
+    longest, busy = _pipelines(one, _in_order(rows, one, count), stages_of)
+    sharded, whole = costs.language.parameters, costs.encoders[0].parameters
+    per_device = sharded / (one.tensor * one.pipeline) + whole / among
     once = once_seconds(cluster, per_device, one.data, one.tensor)
     return Step(longest + once, busy)
 
@@ -106,40 +98,32 @@ def apart_in_order(task: Task, one: Sizes, images: Sequence[Row]) -> Step | None
     count = micro_batches(len(images), one)
     if not count or not fits(task, one, count):
         return None
-    costs, pipeline, rows = task.costs, one.pipeline, _shown(images)
+    encoder, pipeline = task.costs.encoders[0], one.pipeline
     text = language_stages(task, one)
+    # Ranks of the encoder that work as one: each serves a replica, or several.
     hosts = min(one.encoders[0], one.data)
-    """Ranks of the encoder that work as one: each serves a replica, or several."""
     together, serves = one.encoders[0] // hosts, one.data // hosts
+    plain = named_schedule("1f1b", pipeline + 1, count, 1)
     kinds, orders = [], [[] for _ in range(hosts + one.data * pipeline)]
     busy = 0.0
-    stage_of: dict[tuple[int, int], int] = {}
-    for replica, m in itertools.product(range(one.data), range(count)):
-        first = (replica * count + m) * one.rows
-        shown = sum(rows[first : first + one.rows])
-        encoder = costs.encoders[0].seconds(math.ceil(shown / together))
-        own = [hosts + replica * pipeline + stage for stage in range(pipeline)]
-        stage_of[replica, m] = len(kinds) * (pipeline + 1)
-        transfers = (crossing(task, costs.encoders[0], shown, together), *[0.0] * (pipeline - 1))
-        kinds.append(
-            MicroBatchKind.chain(
-                stage_costs([encoder, *text], transfers=transfers), [replica // serves, *own]
-            )
-        )
-        busy += together * sum(encoder) + one.tensor * sum(map(sum, text))
-    plain = named_schedule("1f1b", pipeline + 1, count, 1)
+    for replica, shown_of in enumerate(_in_order(_shown(images), one, count)):
+        ranks = [replica // serves, *(hosts + replica * pipeline + stage for stage in range(pipeline))]
+        for shown in shown_of:
+            times = encoder.seconds(math.ceil(shown / together))
+            transfers = (crossing(task, encoder, shown, together), *[0.0] * (pipeline - 1))
+            kinds.append(MicroBatchKind.chain(stage_costs([times, *text], transfers=transfers), ranks))
+            busy += together * sum(times) + one.tensor * sum(map(sum, text))
+
+    def ordered(action: Action, replica: int, stage: int) -> Action:
+        number = replica * count + action.micro_batch
+        return Action(action.kind, number * (pipeline + 1) + stage, number)
+
     for host in range(hosts):
-        for action in plain.orders[0]:
-            for replica in range(host * serves, (host + 1) * serves):
-                m = action.micro_batch
-                orders[host].append(Action(action.kind, stage_of[replica, m], replica * count + m))
-    for replica, stage in itertools.product(range(one.data), range(pipeline)):
-        for action in plain.orders[1 + stage]:
-            m = action.micro_batch
-            number = stage_of[replica, m] + 1 + stage
-            orders[hosts + replica * pipeline + stage].append(
-                Action(action.kind, number, replica * count + m)
-            )
+        served = range(host * serves, (host + 1) * serves)
+        orders[host] = [ordered(action, replica, 0) for action in plain.orders[0] for replica in served]
+    for replica, stage in itertools.product(range(one.data), range(1, pipeline + 1)):
+        order = [ordered(action, replica, stage) for action in plain.orders[stage]]
+        orders[hosts + replica * pipeline + stage - 1] = order
     placement = tuple(rank for kind in kinds for rank in kind.placement)
     timed = time_step(kinds, Schedule("1f1b", placement, tuple(map(tuple, orders)), len(kinds)))
     return Step(timed.makespan + once_of_parts(task, one), busy)
@@ -159,29 +143,48 @@ def encoder_pipeline(task: Task, one: Sizes, images: Sequence[Row]) -> Step | No
     count = micro_batches(len(images), one)
     if not count or not fits(task, one, count):
         return None
-    costs, rows = task.costs, _shown(images)
+    encoder, text = task.costs.encoders[0], language_stages(task, one)
     depth = one.encoders[0] // (one.data * one.tensor)
-    text = language_stages(task, one)
-    longest = busy = 0.0
-    for replica in range(one.data):
-        kinds = []
-        for m in range(count):
-            first = (replica * count + m) * one.rows
-            shown = sum(rows[first : first + one.rows])
-            encoder = [costs.encoders[0].seconds(math.ceil(shown / one.tensor))] * depth
-            stages = [tuple(seconds / depth for seconds in times) for times in encoder] + text
-            transfers = [0.0] * (len(stages) - 1)
-            transfers[depth - 1] = crossing(task, costs.encoders[0], shown, one.tensor)
-            kinds.append(MicroBatchKind.chain(stage_costs(stages, transfers=transfers), range(len(stages))))
-            busy += one.tensor * sum(map(sum, stages))
-        timed = time_step(kinds, _one_f_one_b(depth + one.pipeline, count))
-        longest = max(longest, timed.makespan)
+
+    def stages_of(shown: float) -> tuple[list[Times], Sequence[float]]:
+        forward, inputs, weights = encoder.seconds(math.ceil(shown / one.tensor))
+        stages = [(forward / depth, inputs / depth, weights / depth)] * depth + text
+        transfers = [0.0] * (len(stages) - 1)
+        transfers[depth - 1] = crossing(task, encoder, shown, one.tensor)
+        return stages, transfers
+
+    longest, busy = _pipelines(one, _in_order(_shown(images), one, count), stages_of)
     return Step(longest + once_of_parts(task, one), busy)
 
 
 def submodels(task: Task, one: Sizes, images: Sequence[Row]) -> Step | None:
     """A step of submodels whose images are dealt one by one."""
     return disjoint(task, one, images, media_dealt)
+
+
+def _in_order(rows: Sequence[float], one: Sizes, count: int) -> list[list[float]]:
+    """The images of each micro-batch of each replica, whose rows are taken as they come."""
+    sums = [sum(rows[at * one.rows : (at + 1) * one.rows]) for at in range(one.data * count)]
+    return [sums[replica * count : (replica + 1) * count] for replica in range(one.data)]
+
+
+def _pipelines(
+    one: Sizes,
+    images: Sequence[Sequence[float]],
+    stages_of: Callable[[float], tuple[list[Times], Sequence[float]]],
+) -> tuple[float, float]:
+    """Seconds of the longest replica's pipeline in 1F1B, and those in which devices compute, of all. `stages_of`: the
+    times of a micro-batch's stages and of the transfers between them, by its images."""
+    longest = busy = 0.0
+    for replica in images:
+        kinds = []
+        for shown in replica:
+            stages, transfers = stages_of(shown)
+            kinds.append(MicroBatchKind.chain(stage_costs(stages, transfers=transfers), range(len(stages))))
+            busy += one.tensor * sum(map(sum, stages))
+        timed = time_step(kinds, _one_f_one_b(len(kinds[0].placement), len(kinds)))
+        longest = max(longest, timed.makespan)
+    return longest, busy
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,30 +1,36 @@
 """Unlike work: an image encoder and a language model, simulated: python benchmarks/unlike_work.py [--replay]
 
 Rows have 0 to 32 images, drawn from a log-normal law. For each model, number of devices and cluster, four rules of
-placement (`unlike_strategies.py`), each with the best sizes of all; costs are of graphs captured from the models' code
-(`unlike_costs.py`). Three instances of `hp.submodels` are then run on real gloo workers whose stages sleep as long as
-the simulation takes them to, scaled to a few seconds a step (`unlike_replay.py`).
+placement (`unlike_strategies.py`), each with the best sizes of all. Costs are of graphs of the unmodified model's own
+code: a LLaVA with two layers of each part is captured as training captures it, for 1 and 4 images, 1 and 2 rows, and
+each tensor degree, and its operators are priced on the cluster; layers count as often as the model has them. Between
+the sizes, and beyond, seconds are a constant and a multiple.
 
-Everything but that replay is simulated; no device is used. Writes benchmarks/results/unlike_work.json and the tables of
-docs/submodels.md.
+Three instances of `hp.submodels` are then run on real gloo workers whose stages sleep as long as the simulation takes
+them to, scaled to a few seconds a step. Everything but that replay is simulated; no device is used. Writes
+benchmarks/results/unlike_work.json and the tables of docs/submodels.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
+import statistics
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import cache
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from typing import Annotated, Any
 
-from measure import RESULTS, machine, write
-from pages import DOCS, put
-from unlike_costs import SHAPES, model_costs
-from unlike_replay import replayed
+import torch
+import torch.distributed as dist
+from commandline import Only, run
+from measure import quiet
+from pages import Benchmark, table
+from torch import Tensor
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 from unlike_strategies import (
+    DEGREES,
     apart_in_order,
     apart_sizes,
     cornstarch_sizes,
@@ -35,18 +41,34 @@ from unlike_strategies import (
     submodels,
 )
 
+from harness.ranks import run_ranks
+from harness.step_programs import chain_kind
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.estimate.submodel_capture import LANGUAGE, captured_parts
+from hyper_parallel.graph.stage_graph import Stage
+from hyper_parallel.layout import DeviceGroup, Mesh
 from hyper_parallel.planner.submodels.search import Found, best
 from hyper_parallel.planner.submodels.sizes import Row, StateBytes, Task
-from hyper_parallel.planner.submodels.steps import Step
-from hyper_parallel.schedule import Costs, MicroBatchKind
-from hyper_parallel.workload.part_costs import ModelCosts
+from hyper_parallel.runtime.build_program import step_program
+from hyper_parallel.runtime.interpreter import Interpreter
+from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.runtime.turns import Turns
+from hyper_parallel.schedule import Costs, MicroBatchKind, step_schedule
+from hyper_parallel.step.batches import MicroBatch
+from hyper_parallel.workload.part_costs import EncoderCosts, LanguageCosts, Line, ModelCosts, Times
 
 MOST = 32
 """Images of a row."""
 STEPS = 4
 BF16 = StateBytes(whole=4, sharded=12)
 """Weights and gradients in bf16, and a part of Adam's state in fp32."""
+LAYERS = 2
+"""Of each part in a capture."""
+WORKSPACE = 6 * 2**30
+"""Bytes of a layer's activations, logits of a chunk, and buffers: an estimate."""
+VISION = ("model.vision_tower", "model.multi_modal_projector")
+REPLAYED_S, REPLAYED_STEPS = 3.0, 5
+"""Seconds of a replayed step, to which costs are scaled, and steps."""
 RULES = ("homogeneous", "Megatron's rule", "Cornstarch's rule", "train", "submodels")
 OURS = ("train", "submodels")
 
@@ -83,22 +105,148 @@ SETTINGS = (
 CLUSTERS = ("h100", "cloudmatrix384")
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A model, and the rows that it learns from."""
+
+    name: str
+    vision: Mapping[str, Any]
+    text: Mapping[str, Any]
+    length: int
+    """Tokens of a row, of which images have a part."""
+
+    @property
+    def patches(self) -> int:
+        """Of an image, each a token of the language model."""
+        return int((self.vision["image_size"] // self.vision["patch_size"]) ** 2)
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, **more: int) -> dict[str, int]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**sizes, "num_attention_heads": heads, **more}
+
+
+SO400M = _sizes(1152, 4304, 27, 16, image_size=384, patch_size=14)
+VIT_6B = _sizes(3200, 12800, 45, 25, image_size=448, patch_size=14)
+LLAMA_8B = _sizes(4096, 14336, 32, 32, num_key_value_heads=8, vocab_size=128256)
+LLAMA_70B = _sizes(8192, 28672, 80, 64, num_key_value_heads=8, vocab_size=128256)
+SHAPES = {
+    one.name: one
+    for one in (
+        Shape("SigLIP 0.4B + Llama 8B", SO400M, LLAMA_8B, 8192),
+        Shape("ViT 6B + Llama 8B", VIT_6B, LLAMA_8B, 8192),
+        Shape("ViT 6B + Llama 70B", VIT_6B, LLAMA_70B, 8192),
+    )
+}
+
+
 @cache
-def _costs(model: str, cluster: str) -> ModelCosts:
-    return model_costs(SHAPES[model], Cluster.preset(cluster))
+def model_costs(name: str, preset: str) -> ModelCosts:
+    """Those of a model on a cluster."""
+    quiet()
+    shape, cluster = SHAPES[name], Cluster.preset(preset)
+
+    def line(points: Mapping[float, list[Times]], part: int, place: int, times: float) -> Line:
+        (one, here), (other, there) = points.items()
+        return Line.through((one, times * here[part][place]), (other, times * there[part][place]))
+
+    images = {n: _captured(shape, cluster, 1, 1, n) for n in (1, 4)}
+    deep = shape.vision["num_hidden_layers"] / LAYERS
+    vision = []
+    for place in range(3):
+        deeper = line({n: one[0] for n, one in images.items()}, 0, place, deep)
+        rest = line({n: one[1] for n, one in images.items()}, 0, place, 1)
+        vision.append(Line(deeper.constant + rest.constant, deeper.slope + rest.slope))
+    layers, head = {}, {}
+    deep = shape.text["num_hidden_layers"] / LAYERS
+    for tensor in DEGREES:
+        rows = {n: _captured(shape, cluster, tensor, n, n) for n in (1, 2)}
+        layers[tensor] = tuple(line({n: one[0] for n, one in rows.items()}, 1, at, deep) for at in range(3))
+        head[tensor] = tuple(line({n: one[1] for n, one in rows.items()}, 1, at, 1) for at in range(3))
+    of_encoder, of_text = _parameters(shape)
+    inputs = 2.0 * shape.patches * shape.vision["hidden_size"] * shape.vision["num_hidden_layers"]
+    encoder = EncoderCosts(
+        name="vision",
+        modules=VISION,
+        passes=(vision[0], vision[1], vision[2]),
+        saved=Line(0.0, inputs),
+        workspace=Line(WORKSPACE, 0.0),
+        features=2.0 * shape.patches * shape.text["hidden_size"],
+        parameters=of_encoder,
+    )
+    depth = shape.text["num_hidden_layers"]
+    saved = Line(0.0, 2.0 * shape.length * shape.text["hidden_size"] * depth)
+    language = LanguageCosts(
+        layers=layers,  # type: ignore[arg-type]
+        head=head,  # type: ignore[arg-type]
+        saved=dict.fromkeys(DEGREES, saved),
+        workspace=dict.fromkeys(DEGREES, Line(WORKSPACE, 0.0)),
+        recomputed=dict.fromkeys(DEGREES, Line(0.0, 0.0)),
+        depth=depth,
+        parameters=of_text,
+    )
+    return ModelCosts((encoder,), language)
+
+
+def _model(name: str) -> LlavaConfig:
+    shape = SHAPES[name]
+    return LlavaConfig(
+        vision_config={"model_type": "siglip_vision_model", **shape.vision, "num_hidden_layers": LAYERS},
+        text_config={"model_type": "llama", **shape.text, "num_hidden_layers": LAYERS},
+        image_token_id=shape.text["vocab_size"] - 1,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+
+
+def _parameters(shape: Shape) -> tuple[int, int]:
+    """Of the encoder and of the language model, with all layers."""
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(_model(shape.name))
+    counts = [0, 0]
+    for name, one in model.named_parameters():
+        text = not name.startswith(VISION)
+        deep = (shape.text if text else shape.vision)["num_hidden_layers"] / LAYERS
+        counts[text] += int(one.numel() * (deep if ".layers." in name else 1))
+    return counts[0], counts[1]
+
+
+def _captured(
+    shape: Shape, cluster: Cluster, tensor: int, rows: int, images: int
+) -> tuple[list[Times], list[Times]]:
+    """(of layers, of the rest), by part: encoder, language model."""
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(_model(shape.name)).to(torch.bfloat16)
+    ids = torch.zeros(rows, shape.length, dtype=torch.int64)
+    ids.flatten()[: images * shape.patches] = shape.text["vocab_size"] - 1
+    size = shape.vision["image_size"]
+    micro = MicroBatch(
+        ids,
+        ids.clone(),
+        torch.arange(shape.length).repeat(rows, 1),
+        torch.arange(rows),
+        extra={"pixel_values": torch.zeros(images, 3, size, size)},
+    )
+    found = captured_parts(model, micro, cluster, {"vision": VISION}, tensor=tensor, few_layers=False)
+
+    def priced(*, layers: bool) -> list[Times]:
+        def counts(module: str) -> float:
+            return float((".layers." in module) is layers)
+
+        return [found.seconds(part, counts) for part in ("vision", LANGUAGE)]
+
+    return priced(layers=True), priced(layers=False)
 
 
 def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
     """The best of each rule."""
-    where = Cluster.preset(cluster)
-    costs = _costs(setting.model, cluster)
-    task = Task(costs, where, setting.devices, setting.drawn(), BF16)
+    costs = model_costs(setting.model, cluster)
+    task = Task(costs, Cluster.preset(cluster), setting.devices, setting.drawn(), BF16)
     images = sum(row[0] for rows in task.steps for row in rows) / (STEPS * setting.rows)
     encoder, text = sum(costs.encoders[0].seconds(images)), sum(map(sum, costs.language.stages(1, 1, 1)))
 
-    def trained(*given: Any) -> Step | None:
-        return homogeneous(*given, trained=True)
-
+    # Rows dealt, as `hyper-parallel train` runs a homogeneous mesh.
+    trained = partial(homogeneous, trained=True)
     found: dict[str, Found] = {
         "homogeneous": best(task, homogeneous_sizes(task), homogeneous),
         "Megatron's rule": best(task, apart_sizes(task, megatron), apart_in_order),
@@ -120,9 +268,7 @@ def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
         "rules": {
             name: {
                 "sizes": str(one.sizes),
-                "seconds": one.seconds,
-                "bubbles": one.bubbles,
-                "tried": one.tried,
+                **{key: getattr(one, key) for key in ("seconds", "bubbles", "tried")},
             }
             for name, one in found.items()
         },
@@ -135,84 +281,172 @@ def chosen(row: Mapping[str, Any]) -> str:
     return min(OURS, key=lambda name: row["rules"][name]["seconds"])
 
 
-def page(found: Mapping[str, Any]) -> Iterator[str]:
-    """The tables of the page."""
-    rules = "Homogeneous | Megatron's rule | Cornstarch's rule | train, rows dealt | Submodels"
-    yield f"| Model | Devices | Encoder | {rules} | Ours |"
-    yield "|---|---|--:|---|---|---|---|---|---|"
-    for row in found["simulated"]:
-        cells = []
-        for name in RULES:
-            one = row["rules"][name]
-            cells.append(
-                f"{one['seconds']:.2f} s, {one['bubbles']:.0%} idle ({one['sizes']})"
-                if one["seconds"] < math.inf
-                else "does not fit"
-            )
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The tables of docs/submodels.md."""
+
+    def cell(rule: Mapping[str, Any]) -> str:
+        if rule["seconds"] == math.inf:
+            return "does not fit"
+        return f"{rule['seconds']:.2f} s, {rule['bubbles']:.0%} idle ({rule['sizes']})"
+
+    def compared(row: Mapping[str, Any]) -> str:
         base, mine = row["rules"]["homogeneous"], row["rules"][chosen(row)]
-        yield (
-            f"| {row['model']} | {row['devices']} × {row['cluster']} | {row['encoder_share']:.0%} | "
-            + " | ".join(cells)
-            + f" | {chosen(row)}: step {mine['seconds'] / base['seconds'] - 1:+.0%}, utilization "
-            f"{base['seconds'] / mine['seconds'] - 1:+.0%}, idle {mine['bubbles'] / base['bubbles'] - 1:+.0%} |"
-        )
+        seconds = mine["seconds"] / base["seconds"]
+        utilization, idle = 1 / seconds - 1, mine["bubbles"] / base["bubbles"] - 1
+        return f"{chosen(row)}: step {seconds - 1:+.0%}, utilization {utilization:+.0%}, idle {idle:+.0%}"
+
+    rules = "Homogeneous | Megatron's rule | Cornstarch's rule | train, rows dealt | Submodels"
+    yield from table(
+        f"Model | Devices | Encoder | {rules} | Ours",
+        (
+            (
+                *(row["model"], f"{row['devices']} × {row['cluster']}", f"{row['encoder_share']:.0%}"),
+                *(cell(row["rules"][name]) for name in RULES),
+                compared(row),
+            )
+            for row in result["simulated"]
+        ),
+        "llr",
+    )
     yield ""
     yield "| Sleeping stages on gloo workers | Groups | Micro-batches | Simulated | Measured, median | |"
     yield "|---|---|---|---|---|---|"
-    for row in found["replayed"]:
+    for row in result["replayed"]:
         yield (
             f"| {row['name']} | {row['groups']} | {row['micro_batches']} | {row['simulated']:.3f} s | "
             f"{row['measured']:.3f} s | {row['measured'] / row['simulated'] - 1:+.1%} |"
         )
 
 
+BENCHMARK = Benchmark("unlike_work", {"submodels.md": page})
+
+
 def kinds_of(row: Mapping[str, Any]) -> list[MicroBatchKind]:
     """As `simulated` kept them."""
+
+    def costs_of(kept: Mapping[str, Any]) -> Costs:
+        return Costs(
+            **{key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
+        )
+
+    def by_edge(kept: Any) -> dict[tuple[int, int], float]:
+        return {(source, target): seconds for source, target, seconds in kept}
+
     return [
         MicroBatchKind(
-            Costs(
-                **{
-                    key: tuple(value) if isinstance(value, list) else value
-                    for key, value in kind["costs"].items()
-                }
-            ),
+            costs_of(kind["costs"]),
             tuple(kind["placement"]),
-            {(source, target): seconds for source, target, seconds in kind["forward"]},
-            {(source, target): seconds for source, target, seconds in kind["backward"]},
+            by_edge(kind["forward"]),
+            by_edge(kind["backward"]),
             kind["count"],
         )
         for kind in row["kinds"]
     ]
 
 
-def main() -> None:
+class SleepingStage:
+    """A stage that takes its time, and sends a value of its port's size."""
+
+    def __init__(self, stage: Stage, costs: Costs) -> None:
+        self.stage, self.gradients, self.totals = stage, dict[str, Tensor](), dict[str, Tensor]()
+        own = stage.number
+        self._forward, self._input, self._weight = costs.forward[own], costs.input[own], costs.weight[own]
+
+    in_flight = 0
+
+    def begin(self, weights: Mapping[str, Tensor]) -> None:
+        """Nothing to begin."""
+
+    def forward_in_turns(self, micro_batch: int, batch: Any, received: Any) -> Turns[Tensor]:
+        """Sleep through the forward pass."""
+        time.sleep(self._forward)
+        return {one.name: torch.zeros(one.value.shape) for one in self.stage.sends}
+        yield
+
+    def input_in_turns(self, micro_batch: int, received: Any) -> Turns[Tensor]:
+        """Sleep through the gradients of inputs."""
+        time.sleep(self._input)
+        return {one.name: torch.zeros(one.value.shape) for one in self.stage.gradients_out}
+        yield
+
+    def backward_in_turns(self, micro_batch: int, received: Any) -> Turns[Tensor]:
+        """Both."""
+        found = yield from self.input_in_turns(micro_batch, received)
+        self.weight(micro_batch)
+        return found
+
+    def weight(self, micro_batch: int) -> None:
+        """Sleep through the gradients of weights."""
+        time.sleep(self._weight)
+
+
+def _worker(rank: int, world: int, kinds: list[MicroBatchKind]) -> list[float]:
+    groups = [DeviceGroup(Mesh(("tensor_x", 1)), (place,), f"group {place}") for place in range(world)]
+    schedule = step_schedule(kinds, world).schedule
+    parts = [chain_kind(number, groups, kind.placement, kind.count) for number, kind in enumerate(kinds, 1)]
+    program, stages = step_program(parts, schedule, groups)
+    runners: dict[int, Any] = {}
+    first = 0
+    for part, kind in zip(parts, kinds, strict=True):
+        for stage in part.partition.stages:
+            if kind.placement[stage.number] == rank:
+                runners[first + stage.number] = SleepingStage(stage, kind.costs)
+        first += len(part.placement)
+    one = Interpreter(program, stages, {"x": torch.zeros(1)}, rank, ProcessTransfers(rank), runners=runners)
+    found = []
+    for _ in range(REPLAYED_STEPS + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        one.go_on([{}] * program.micro_batches)
+        dist.barrier()
+        found.append(time.perf_counter() - began)
+    return found[1:]
+
+
+def replayed(name: str, kinds: list[MicroBatchKind]) -> dict[str, Any]:
+    """Seconds of a step as simulated and as measured, with transfers that take nothing."""
+    groups = 1 + max(rank for kind in kinds for rank in kind.placement)
+    apart = [
+        MicroBatchKind.chain(replace(kind.costs, transfers=()), kind.placement, kind.count) for kind in kinds
+    ]
+    scale = REPLAYED_S / step_schedule(apart, groups).makespan
+
+    def scaled(costs: Costs) -> Costs:
+        times = {
+            key: tuple(scale * one for one in getattr(costs, key))
+            for key in ("forward", "backward", "input", "weight")
+        }
+        return replace(costs, transfers=(), **times)
+
+    scaled_kinds = [MicroBatchKind.chain(scaled(kind.costs), kind.placement, kind.count) for kind in kinds]
+    ranks: list[list[float]] = run_ranks(_worker, groups, scaled_kinds, timeout=300.0)
+    return {
+        "name": name,
+        "groups": groups,
+        "micro_batches": sum(kind.count for kind in kinds),
+        "simulated": step_schedule(scaled_kinds, groups).makespan,
+        "measured": statistics.median(map(max, zip(*ranks, strict=True))),
+    }
+
+
+def main(only: Only = "", replay: Annotated[bool, "of what was simulated before"] = False) -> None:
     """Simulate, replay, print, keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="")
-    parser.add_argument("--replay", action="store_true", help="of what was simulated before")
-    given = parser.parse_args()
-    rows = json.loads((RESULTS / "unlike_work.json").read_text())["simulated"] if given.replay else []
+    rows = BENCHMARK.kept()["simulated"] if replay else []
     for setting in SETTINGS:
         for cluster in CLUSTERS:
-            if not given.replay and given.only in f"{setting.model} {setting.devices} {cluster}":
+            if not replay and only in f"{setting.model} {setting.devices} {cluster}":
                 rows.append(simulated(setting, cluster))
                 print({key: value for key, value in rows[-1].items() if key != "kinds"}, flush=True)
     # Few processes, so that they sleep on a small machine at the same time.
     small = [row for row in rows if row["kinds"]]
     small = sorted(small, key=lambda row: max(max(kind["placement"]) for kind in row["kinds"]))[:3]
     names = [f"{row['model']}, {row['devices']} × {row['cluster']}" for row in small]
-    found = {
-        "machine": machine(),
-        "simulated": rows,
-        "replayed": [replayed(name, kinds_of(row)) for name, row in zip(names, small, strict=True)],
-    }
+    replays = [replayed(name, kinds_of(row)) for name, row in zip(names, small, strict=True)]
+    found = {"simulated": rows, "replayed": replays}
     print("\n".join(page(found)))
-    if not given.only:
-        print(write("unlike_work", found))
-        put(DOCS / "submodels.md", "unlike_work.py", page(found))
+    if not only:
+        BENCHMARK.keep(found)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

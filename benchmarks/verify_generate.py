@@ -12,35 +12,25 @@ when a cell is wrong.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
+from functools import cache
+from itertools import product
 from typing import Any
 
-from measure import RESULTS, write
+from campaigns import Rows
+from commandline import Again, Only, run
+from measure import quiet
+from pages import Benchmark
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.generation_cells import EXPERTS, Reference, run_cell
 
-NAME, TOKENS, SHORT_TOKENS = "verify_generate", 256, 24
+BENCHMARK = Benchmark("verify_generate", key="cells")
+TOKENS, SHORT_TOKENS = 256, 24
 FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "gpt2",
-    "gpt-oss",
-    "mixtral",
-    "qwen3-moe",
-    "deepseek-v3",
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt-oss"),
+    *("mixtral", "qwen3-moe", "deepseek-v3"),
 )
 AXES: dict[str, dict[str, int]] = {
     "1 worker": {},
@@ -50,59 +40,37 @@ AXES: dict[str, dict[str, int]] = {
     "context 2": {"context": 2},
 }
 MEMORY = (None, "host", "flash", "pool")
+CELLS = {
+    f"{family} · {axes} · {memory or 'no tier'}": (family, axes, memory)
+    for memory, family, axes in product(MEMORY, FAMILIES, AXES)
+    if axes != "expert 2" or family in EXPERTS
+}
+"""Those without a tier first."""
 SAMPLE = ("llama · tensor 2 · no tier", "gemma3 · context 2 · no tier", "qwen3 · 1 worker · host")
-Cell = tuple[str, str, str | None]
 
 
-def name_of(cell: Cell) -> str:
-    """As the result file has it."""
-    family, axes, memory = cell
-    return f"{family} · {axes} · {memory or 'no tier'}"
+def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts of cells by outcome, of tokens and of ties."""
+    tokens, ties = (sum(cell[key] for cell in cells.values()) for key in ("tokens", "ties"))
+    return {"counts": Counter(cell["outcome"] for cell in cells.values()), "tokens": tokens, "ties": ties}
 
 
-def cells() -> Iterator[Cell]:
-    """All of them, those without a tier first."""
-    for memory in MEMORY:
-        for family in FAMILIES:
-            for axes in AXES:
-                if axes != "expert 2" or family in EXPERTS:
-                    yield family, axes, memory
-
-
-def main() -> int:
-    """Run what is missing; 1 when a cell is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--short", action="store_true")
-    parser.add_argument("--only", default="", help="cells whose name has this text")
-    parser.add_argument("--again", action="store_true")
-    given = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    path = RESULTS / f"{NAME}.json"
-    found: dict[str, Any] = {}
-    if path.exists() and not given.again and not given.short:
-        found = json.loads(path.read_text())["cells"]
-    chosen = [cell for cell in cells() if given.only in name_of(cell)]
-    if given.short:
-        chosen = [cell for cell in chosen if name_of(cell) in SAMPLE]
-    references: dict[str, Reference] = {}
-    for cell in chosen:
-        family, axes, memory = cell
-        if name_of(cell) in found:
-            continue
-        if family not in references:
-            references[family] = Reference(family, SHORT_TOKENS if given.short else TOKENS)
-        outcome = run_cell(references[family], AXES[axes], memory)
-        found[name_of(cell)] = asdict(outcome)
-        sys.stdout.write(f"{name_of(cell)}: {outcome.outcome} {outcome.detail}\n")
-        sys.stdout.flush()
-        if not given.short:
-            counts = Counter(one["outcome"] for one in found.values())
-            tokens, ties = (sum(one[key] for one in found.values()) for key in ("tokens", "ties"))
-            write(NAME, {"counts": counts, "tokens": tokens, "ties": ties, "cells": found})
-    counts = Counter(one["outcome"] for one in found.values())
-    sys.stdout.write(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) + "\n")
-    return 1 if counts["wrong"] else 0
+def main(short: bool = False, only: Only = "", again: Again = False) -> bool:
+    """Run what is missing; whether a cell is wrong."""
+    quiet()
+    rows = Rows(BENCHMARK, again=again or short, summary=summary)
+    reference = cache(lambda family: Reference(family, SHORT_TOKENS if short else TOKENS))
+    for name in rows.missing(SAMPLE if short else CELLS, only):
+        family, axes, memory = CELLS[name]
+        outcome = run_cell(reference(family), AXES[axes], memory)
+        print(f"{name}: {outcome.outcome} {outcome.detail}", flush=True)
+        rows.rows[name] = asdict(outcome)
+        if not short:
+            rows.write()
+    counts = summary(rows.rows)["counts"]
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    return bool(counts["wrong"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

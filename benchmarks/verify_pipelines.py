@@ -1,4 +1,4 @@
-"""Do pipelines compute what one device computes? python benchmarks/verify_pipelines.py [--parts a,b] [--only TEXT]
+"""Do pipelines compute what one device computes? python benchmarks/verify_pipelines.py [--parts a b] [--only TEXT]
 
 A cell is one training step on real gloo workers: loss, gradient norm, every gradient and every updated value against
 one device.
@@ -14,24 +14,23 @@ it has are left out unless `--again` is given. Ends with 1 when a cell is wrong.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
-import warnings
 from collections import Counter
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from measure import RESULTS, write
+from campaigns import Rows
+from commandline import Again, Only, run
+from measure import quiet
+from pages import Benchmark
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.pipeline_steps import Case, Compared, against_one_device, settings_of
 from harness.ranks import RanksError
 
+BENCHMARK = Benchmark("verify_pipelines", key="cells")
 TOLERANCE = 1e-5
 PER_START = 12
-NAME = "verify_pipelines"
+PARTS = ("schedules", "products", "large")
 
 FAMILIES = ("llama-tied", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "mixtral", "deepseek-v3")
 ONE_STAGE = ("gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2", "auto")
@@ -93,10 +92,8 @@ def cells() -> dict[str, tuple[str, Case]]:
         for ranks in (2, 4):
             for virtual, schedules in ((1, ONE_STAGE), (2, TWO_STAGES)):
                 for schedule in schedules:
-                    strategy = {
-                        "axes": {"pipeline": ranks},
-                        "pipeline": {"schedule": schedule, "virtual": virtual},
-                    }
+                    pipeline = {"schedule": schedule, "virtual": virtual}
+                    strategy = {"axes": {"pipeline": ranks}, "pipeline": pipeline}
                     title = f"{name}, {schedule}, {ranks} ranks × {virtual}"
                     found[title] = "schedules", Case(family(name, ranks * virtual), strategy)
     for part, products in (("products", PRODUCTS), ("large", LARGE)):
@@ -122,7 +119,7 @@ def judge(case: Case, found: Compared) -> dict[str, Any]:
     return cell if right else {**cell, "reason": "; ".join(found.report.failures[:3]) or "buffers differ"}
 
 
-def run(world: int, part: dict[str, Case], *, alone: bool = False) -> dict[str, Any]:
+def started(world: int, part: dict[str, Case], *, alone: bool = False) -> dict[str, Any]:
     """The cells of one start of workers, each alone where the start fails."""
     try:
         found = against_one_device(world, list(part.values()), timeout=180.0 + 30.0 * len(part) * world / 4)
@@ -132,43 +129,46 @@ def run(world: int, part: dict[str, Case], *, alone: bool = False) -> dict[str, 
         return {
             name: cell
             for name, case in part.items()
-            for name, cell in run(world, {name: case}, alone=True).items()
+            for name, cell in started(world, {name: case}, alone=True).items()
         }
     return {name: judge(case, one) for (name, case), one in zip(part.items(), found, strict=True)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parts", default="schedules,products,large")
-    parser.add_argument("--only", default="", help="cells whose names contain this")
-    parser.add_argument("--again", action="store_true")
-    asked = parser.parse_args()
-    warnings.simplefilter("ignore")
-    file = RESULTS / f"{NAME}.json"
-    known: dict[str, Any] = json.loads(file.read_text())["cells"] if file.exists() else {}
+def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """What the result has beside the cells."""
+    return {"tolerance": TOLERANCE, "counts": Counter(cell["status"] for cell in cells.values())}
+
+
+def main(
+    parts: Annotated[tuple[str, ...], PARTS] = PARTS,
+    only: Only = "",
+    again: Again = False,
+) -> bool:
+    """Run what is missing; whether a cell is wrong."""
+    quiet()
+    rows = Rows(BENCHMARK, summary=summary)
     left: dict[int, dict[str, Case]] = {}
-    for name, (part, case) in cells().items():
-        if part in asked.parts.split(",") and asked.only in name and (asked.again or name not in known):
-            left.setdefault(case.config.strategy.axes.world, {})[name] = case
+    asked = {name: case for name, (part, case) in cells().items() if part in parts}
+    for name in rows.missing(asked, only, again):
+        left.setdefault(asked[name].config.strategy.axes.world, {})[name] = asked[name]
     for world, cases in sorted(left.items()):
         names = list(cases)
         each = PER_START if world <= 4 else 2
         for at in range(0, len(names), each):
             began = time.monotonic()
-            known |= run(world, {name: cases[name] for name in names[at : at + each]})
-            counts = Counter(cell["status"] for cell in known.values())
-            write(
-                NAME, {"tolerance": TOLERANCE, "counts": dict(counts), "cells": dict(sorted(known.items()))}
-            )
+            rows.rows |= started(world, {name: cases[name] for name in names[at : at + each]})
+            rows.rows = dict(sorted(rows.rows.items()))
+            rows.write()
+            done, counts = min(at + each, len(names)), dict(summary(rows.rows)["counts"])
             print(
-                f"{world} workers: {at + each} of {len(names)}, {time.monotonic() - began:.0f} s, {dict(counts)}",
+                f"{world} workers: {done} of {len(names)}, {time.monotonic() - began:.0f} s, {counts}",
                 flush=True,
             )
-    for name, cell in known.items():
+    for name, cell in rows.rows.items():
         if cell["status"] != "right":
             print(f"{cell['status']}: {name}: {cell['reason']}")
-    return int(any(cell["status"] == "wrong" for cell in known.values()))
+    return any(cell["status"] == "wrong" for cell in rows.rows.values())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

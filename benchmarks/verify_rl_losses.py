@@ -12,24 +12,20 @@ tests/rl/losses/trl_reference.json; ends with 1 when a case is wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from measure import without_notes, write
+from commandline import run
+from measure import ROOT, quiet, write
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.rl_loss_cases import FUNCTIONS
 
 RIGHT = 1e-6
 SEEDS = 20
-FIXTURE = Path(__file__).parents[1] / "tests" / "rl" / "losses" / "trl_reference.json"
+FIXTURE = ROOT / "tests" / "rl" / "losses" / "trl_reference.json"
 Batch = dict[str, Tensor]
 
 
@@ -66,12 +62,7 @@ def random_batch(seed: int, prompts: int, group: int, length: int) -> Batch:
 
 def cases() -> list[tuple[str, str, dict[str, Any]]]:
     """Name, function and settings of each case of the trainers of TRL 1.16."""
-    normalizations: dict[str, dict[str, Any]] = {
-        "grpo": {},
-        "bnpo": {},
-        "dr_grpo": {"max_length": 11},
-        "dapo": {"updates": 2},
-    }
+    normalizations = {"grpo": {}, "bnpo": {}, "dr_grpo": {"max_length": 11}, "dapo": {"updates": 2}}
     found: list[tuple[str, str, dict[str, Any]]] = []
     for name, others in normalizations.items():
         for kl in (0.0, 0.04):
@@ -105,7 +96,7 @@ Compared = tuple[str, str, dict[str, Any], Batch, dict[str, Tensor]]
 
 def of_trainers(seed: int, prompts: int, group: int, length: int) -> Iterator[Compared]:
     """Each case of TRL 1.16 on one random batch."""
-    import trl_losses
+    from harness import trl_losses
 
     for name, function, settings in cases():
         batch = random_batch(seed, prompts, group, length)
@@ -115,7 +106,7 @@ def of_trainers(seed: int, prompts: int, group: int, length: int) -> Iterator[Co
 
 def of_ppo(seed: int, rows: int, length: int) -> Iterator[Compared]:
     """The updates of one run of TRL's PPO trainer."""
-    import trl_ppo
+    from harness import trl_ppo
 
     for name, settings in trl_ppo.SETTINGS.items():
         for update, (batch, theirs) in enumerate(trl_ppo.updates(seed, rows, length, settings)):
@@ -151,52 +142,39 @@ def put_fixture(version: str, compared: Iterator[Compared]) -> None:
             batches.append(given)
         answers = {key: plain(value) for key, value in theirs.items()}
         place = batches.index(given)
-        rows.append(
-            {"name": name, "function": function, "settings": settings, "batch": place, "trl": answers}
-        )
+        case = {"name": name, "function": function, "settings": settings}
+        rows.append({**case, "batch": place, "trl": answers})
     kept[version] = {"batches": batches, "cases": rows}
     FIXTURE.write_text(json.dumps(kept, sort_keys=True).replace('{"batch":', '\n{"batch":') + "\n")
     print(f"wrote {FIXTURE}, {FIXTURE.stat().st_size} bytes")
 
 
-def main() -> int:
-    """Compare, write, and say what is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fixture", action="store_true", help="write tests/rl/losses/trl_reference.json too")
-    chosen = parser.parse_args()
+def main(fixture: Annotated[bool, "write tests/rl/losses/trl_reference.json too"] = False) -> bool:
+    """Compare, write, and say what is wrong; whether anything is."""
     import datasets
     import trl
 
+    quiet()
     datasets.disable_progress_bars()
     version = trl.__version__
     is_ppo = version.startswith("0.")
     worst: dict[str, dict[str, float]] = {}
     largest: dict[str, dict[str, float]] = {}
-    with without_notes(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(SEEDS):
-            found = of_ppo(seed, 16, 12) if is_ppo else of_trainers(seed, 4, 4, 10)
-            for name, function, settings, batch, theirs in found:
-                _raise_to(worst.setdefault(name, {}), differences(function, settings, batch, theirs))
-                sizes = {key: float(value.abs().max()) for key, value in theirs.items()}
-                _raise_to(largest.setdefault(name, {}), sizes)
-        if chosen.fixture:
-            put_fixture(version, of_ppo(1000, 8, 6) if is_ppo else of_trainers(1000, 3, 2, 5))
+    for seed in range(SEEDS):
+        found = of_ppo(seed, 16, 12) if is_ppo else of_trainers(seed, 4, 4, 10)
+        for name, function, settings, batch, theirs in found:
+            _raise_to(worst.setdefault(name, {}), differences(function, settings, batch, theirs))
+            sizes = {key: float(value.abs().max()) for key, value in theirs.items()}
+            _raise_to(largest.setdefault(name, {}), sizes)
+    if fixture:
+        put_fixture(version, of_ppo(1000, 8, 6) if is_ppo else of_trainers(1000, 3, 2, 5))
     wrong = [name for name, values in worst.items() if not all(value <= RIGHT for value in values.values())]
     for name, values in worst.items():
         print(f"{name:32}", "  ".join(f"{key} {value:.1e}" for key, value in values.items()))
-    result = {
-        "trl": version,
-        "right": RIGHT,
-        "batches": SEEDS,
-        "worst_difference": worst,
-        "largest_value": largest,
-        "wrong": wrong,
-    }
-    print(
-        f"TRL {version}: {len(worst)} cases, {len(wrong)} wrong; {write(f'verify_rl_losses_{version}', result)}"
-    )
-    return 1 if wrong else 0
+    print(f"TRL {version}: {len(worst)} cases, {len(wrong)} wrong")
+    result = {"trl": version, "right": RIGHT, "batches": SEEDS, "worst_difference": worst}
+    print(write(f"verify_rl_losses_{version}", {**result, "largest_value": largest, "wrong": wrong}))
+    return bool(wrong)
 
 
 def _raise_to(so_far: dict[str, float], found: dict[str, float]) -> None:
@@ -207,4 +185,4 @@ def _raise_to(so_far: dict[str, float], found: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

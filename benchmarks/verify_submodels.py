@@ -9,19 +9,15 @@ docs/submodels.md; ends with 1 when a case is wrong.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import warnings
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
-from measure import machine, write
-from pages import DOCS, put
+from commandline import run
+from measure import quiet
+from pages import Benchmark, table
 
+from harness.submodel_steps import SubmodelCase, against_one_device
 from hyper_parallel.strategy.submodels import read_submodels
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from harness.submodel_steps import Compared, SubmodelCase, against_one_device
 
 RIGHT = 1e-5
 LLAVA = ["model.vision_tower", "model.multi_modal_projector"]
@@ -89,51 +85,45 @@ def world_of(case: SubmodelCase) -> int:
     return sum(one.axes.world for one in read_submodels(case.submodels).values())
 
 
-def main() -> int:
-    """Run them; 1 when a case is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="cases whose name has this text; nothing is written")
-    given = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    found: dict[str, Compared] = {}
+def page(result: Mapping[str, Any]) -> Iterator[str]:
+    """The table of docs/submodels.md."""
+
+    def errors(row: Mapping[str, Any]) -> Iterator[str]:
+        for key in ("loss", "gradients", "values", "evaluated"):
+            yield "" if row[key] is None else f"{row[key]:.1e}"
+
+    rows = ([name, row["workers"], *errors(row)] for name, row in result["cases"].items())
+    yield from table("Submodels | Workers | Loss | Gradients | Updated values | Evaluation", rows)
+
+
+BENCHMARK = Benchmark("verify_submodels", {"submodels.md": page})
+
+
+def main(only: Annotated[str, "cases whose name has this text; nothing is written"] = "") -> bool:
+    """Run them; whether a case is wrong."""
+    quiet()
+    rows, wrong = {}, []
     for case in CASES:
-        if given.only in name_of(case):
-            (found[name_of(case)],) = against_one_device(world_of(case), [case])
-            one = found[name_of(case)]
-            sys.stdout.write(f"{name_of(case)}: {one.refused or f'{one.error:.1e}'}\n")
-            sys.stdout.flush()
-    wrong = [name for name, one in found.items() if one.missing or not one.error < RIGHT]
-    if not given.only:
-        rows = {
-            name: {
-                "workers": world_of(case),
-                "loss": found[name].loss,
-                "norm": found[name].norm,
-                "gradients": found[name].gradient,
-                "values": found[name].value,
-                "evaluated": found[name].evaluated,
-            }
-            for case in CASES
-            if (name := name_of(case)) in found
+        name = name_of(case)
+        if only not in name:
+            continue
+        (found,) = against_one_device(world_of(case), [case])
+        print(f"{name}: {found.refused or f'{found.error:.1e}'}", flush=True)
+        if found.missing or not found.error < RIGHT:
+            wrong.append(name)
+        rows[name] = {
+            "workers": world_of(case),
+            "loss": found.loss,
+            "norm": found.norm,
+            "gradients": found.gradient,
+            "values": found.value,
+            "evaluated": found.evaluated,
         }
-        write("verify_submodels", {"machine": machine(), "wrong": wrong, "cases": rows})
-        put(DOCS / "submodels.md", "verify_submodels.py", table(rows))
-    sys.stdout.write(f"{len(found) - len(wrong)} of {len(found)} right\n")
-    return 1 if wrong else 0
-
-
-def table(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Of the page."""
-    lines = [
-        "| Submodels | Workers | Loss | Gradients | Updated values | Evaluation |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, one in rows.items():
-        errors = " | ".join(f"{one[key]:.1e}" for key in ("loss", "gradients", "values"))
-        evaluated = "" if one["evaluated"] is None else f"{one['evaluated']:.1e}"
-        lines.append(f"| {name} | {one['workers']} | {errors} | {evaluated} |")
-    return lines
+    if not only:
+        BENCHMARK.keep({"wrong": wrong, "cases": rows})
+    print(f"{len(rows) - len(wrong)} of {len(rows)} right")
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

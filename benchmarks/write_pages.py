@@ -1,26 +1,21 @@
 """Write the tables of docs/ anew from the results that are kept: python benchmarks/write_pages.py
 
-A benchmark writes its own tables when it ends. This is for when only their form has changed.
+A benchmark writes its own tables when it ends. This is for when only their form has changed. The parts are those of
+every script with a `BENCHMARK` that has pages.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import attack_models
-import budget
-import generate_kv_int8
-import memory
-import offload_choices_pages
-import offload_pages
-import plan_practice
-import plan_search
-import tiers
+from commandline import run
 from measure import RESULTS
-from pages import DOCS, put
+from pages import DOCS, Benchmark, put
 
 
 @dataclass(frozen=True)
@@ -34,18 +29,16 @@ class Written:
     lines: Callable[[Mapping[str, Any]], Iterable[str]]
 
 
-PARTS = (
-    Written("families.md", "attack_models.py", "attack_models.json", attack_models.page),
-    Written("plan-practice.md", "plan_practice.py", "plan_practice.json", plan_practice.lines),
-    Written("plan-search.md", "plan_search.py", "plan_search.json", plan_search.lines),
-    Written("tiers.md", "tiers.py", "tiers.json", tiers.page),
-    Written("inference-int8.md", "generate_kv_int8.py", "generate_kv_int8.json", generate_kv_int8.page),
-    Written("memory.md", "memory.py", "memory.json", memory.page),
-    Written("offload.md", "budget.py", "budget.json", budget.page),
-    Written("offload.md", "offload.py", "offload.json", offload_pages.lines),
-    Written("recomputation.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.again),
-    Written("host-update.md", "offload_choices.py", "offload_choices.json", offload_choices_pages.updates),
-)
+def parts() -> Iterator[Written]:
+    """The parts of all scripts, in the order of their names."""
+    scripts = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))}
+    for name in [name for name, text in scripts.items() if "\nBENCHMARK = Benchmark(" in text]:
+        benchmark: Benchmark = importlib.import_module(name).BENCHMARK
+        for page, lines in benchmark.pages.items():
+            yield Written(page, benchmark.script, f"{benchmark.name}.json", lines)
+
+
+PARTS = tuple(parts())
 
 
 def main() -> None:
@@ -58,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

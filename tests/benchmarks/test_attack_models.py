@@ -7,7 +7,7 @@ import pytest
 
 
 def test_every_causal_model_of_transformers_is_attacked_or_is_made_of_several() -> None:
-    names = attack_models.families()
+    names = attack_models.causal_families()
     assert {"llama", "gpt_neox", "codegen", "gemma3n_text", "mpt", "dbrx"} <= set(names)
     assert not {"gemma3", "qwen3_5", "musicgen"} & set(names)
     assert len(names) > 150
@@ -16,7 +16,7 @@ def test_every_causal_model_of_transformers_is_attacked_or_is_made_of_several() 
 def test_a_family_is_run_under_every_strategy_that_it_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = {name: attack_models.STRATEGIES[name] for name in ("tensor 2", "expert 2")}
     monkeypatch.setattr(attack_models, "STRATEGIES", sample)
-    cells = attack_models.run("llama")["cells"]
+    cells = attack_models.attacked("llama")["cells"]
     assert {name: cell["outcome"] for name, cell in cells.items()} == {"tensor 2": "right"}
     assert cells["tensor 2"]["error"] < 1e-5
 
@@ -24,7 +24,7 @@ def test_a_family_is_run_under_every_strategy_that_it_can_have(monkeypatch: pyte
 def test_heads_that_do_not_divide_are_told_from_other_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = {"tensor 3": {"axes": {"tensor": 3}}, "no such rule": {"axes": {"tensor": 2}, "rules": {"*": "up"}}}
     monkeypatch.setattr(attack_models, "STRATEGIES", odd)
-    cells = attack_models.run("llama")["cells"]
+    cells = attack_models.attacked("llama")["cells"]
     assert [cell["outcome"] for cell in cells.values()] == ["arithmetic", "refused"]
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import budget_allocator
-import budget_patterns
 import pytest
 from allocations import compiled
+
+from harness import loop_patterns
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def _quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_patterns(name: str, came: dict[str, str]) -> None:
-    found = budget_patterns.run(name)
+    found = loop_patterns.run(name)
     assert {key: found.get(key) for key in came} == came, found
 
 

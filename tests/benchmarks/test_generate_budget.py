@@ -1,11 +1,11 @@
-"""Cases of the campaign of `benchmarks/generate_budget.py` that once held more than their budget."""
+"""Random budgets of generation that once were exceeded."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from generate_budget import case
 
+from harness.generation_budgets import case
 from hyper_parallel.inference.weights import units
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import generate_offload
 import pytest
 from generate_offload_cache import policies
-from generate_offload_weights import Work, generated
+from generation import Work, generated
+from shapes import new_model
 
 
 def test_policies_of_weights_give_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate_offload.main(["--short", "--rows", "weights on flash"]) == 0
+    assert not generate_offload.main(short=True, rows=("weights on flash",))
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].endswith("0 answers differ, the logits by 0.0e+00 at most")
     assert all(f"\n  {name}: " in shown for name in ("Accelerate disk_offload", "zig-zag"))
@@ -17,7 +18,7 @@ def test_policies_of_weights_give_the_same_tokens(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("policy", ["OffloadedCache's policy", "OffloadedStaticCache's policy", "LRU pages"])
 def test_policies_of_caches_give_what_generate_gives(policy: str) -> None:
-    model = generate_offload.model_of({**generate_offload.SHORT, "num_hidden_layers": 2})
+    model = new_model({**generate_offload.SHORT, "num_hidden_layers": 2})
     work = Work([[5, 6, 7], [8] * 70], [3, 4])
     # Room for two pages of the LRU policy: pages of both layers take turns.
     budget = (work.longest + 2 * 64) * 2 * 4 * 2 * 2 * 16

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from queue import Queue
 from typing import Any
 
 import budget
 import memory
 import pytest
 import torch
-from observer import Observer, UnseenHost
 
+from harness.observer import Observer, UnseenHost
 from hyper_parallel.compat import registry
 from hyper_parallel.strategy import Strategy
 
@@ -77,13 +76,12 @@ def _row(seed: int, live: int = 99) -> dict[str, Any]:
 def test_cases_come_from_all_processes_and_one_that_fails_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def group(seeds: range, found: Queue[Any]) -> None:
-        for seed in seeds:
-            found.put(_row(seed))
+    def fresh(group: Any, seeds: range, **environment: str) -> list[dict[str, Any]]:
         if 25 in seeds:
             raise OSError("gone")
+        return [_row(seed) for seed in seeds]
 
-    monkeypatch.setattr(budget, "_group", group)
+    monkeypatch.setattr(budget, "fresh", fresh)
     assert sorted(row["seed"] for row in budget.rows_of(range(3, 24), 2)) == list(range(3, 24))
     with pytest.raises(OSError, match="gone"):
         list(budget.rows_of(range(30), 2))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import offload
-import offload_pages
 import offload_peers as peers
 import offload_saved
 import pytest
 import torch
-from memory import MODELS, build, recipe_of
+from memory import MODELS
 from torch import nn
+from training import build, captured
 
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
@@ -19,7 +19,6 @@ from hyper_parallel.compat import registry
 from hyper_parallel.graph import peak
 from hyper_parallel.offloading import Rate
 from hyper_parallel.offloading.tiers import HostTier
-from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.workload.work import Work
 
 
@@ -34,7 +33,7 @@ def case() -> peers.Case:
         "intermediate_size": 176,
     }
     strategy = hp.Strategy.model_validate({"precision": {"compute": "bfloat16"}})
-    step = capture_step(recipe_of(build(fields, strategy)), BatchShape(((2, 128),), (False,)))
+    step = captured(build(fields, strategy), 2, 128)
     return peers.Case(step, Cluster.named("h100"), Rate(0.0, 1e9))
 
 
@@ -142,7 +141,7 @@ def test_the_page_has_the_results_and_says_what_was_not_run() -> None:
     ]
     one = {"rows": 1, "sequence": 8, "layers": 2, "link_B_s": 1e9, "others": {"none": point}, "ours": ours}
     one["below"] = offload.below_simulated(one["others"], ours)
-    text = list(offload_pages.lines({"simulated": {"workloads": [one]}}))
+    text = list(offload.lines({"simulated": {"workloads": [one]}}))
     assert text.count("| none | 3.0 GiB | 2.500 s | 1.250 s |") == 1
     assert text.count("| a budget of 2.0 GiB | 2.0 GiB | | 4.000 s |") == 1
     assert text.count("Ours lies on or below the point of every alternative.") == 1
@@ -171,7 +170,7 @@ def test_the_page_says_what_real_steps_came_to() -> None:
     ]
     found = {"layers": 2, "emulated_bandwidth": 2**30, "rows": rows, "same_bits": True}
     found["below"] = offload._below_measured(rows)
-    text = list(offload_pages.lines({"real": found}))
+    text = list(offload.lines({"real": found}))
     assert "| small | 50.0 MiB | 4.000 s |  | 0.50 × (0.50 to 0.50): ours, 50 |" in text
     assert "Ours lies above the point of: quick." in text
     assert "None of our plans that were run holds as little as: tiny." in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload_choices_pages import AGAIN, ALL, COPIES, UPDATES, again, updates
+from offload_choices import AGAIN, ALL, COPIES, UPDATES, again, updates
 
 
 def _kept(*seconds: dict[str, float]) -> dict[str, Any]:

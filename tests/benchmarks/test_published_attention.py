@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from published_attention import fuse
+from published_pricing import fuse
 
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster

@@ -7,37 +7,38 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hostile_checkpoints
-import hostile_files
 import pytest
 
+import harness
+from harness.hostile import attempts
+from harness.hostile import checkpoints as hostile_checkpoints
 from hyper_parallel.checkpoint import newest
 from hyper_parallel.checkpoint.validate import whole
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Box
 from hyper_parallel.train.checkpoint_state import read_state
 
-BENCHMARKS = Path(hostile_files.__file__).parent
+TESTS = Path(harness.__file__).parents[1]
 HARMLESS = {"a config that names code"}
 """Forgeries that are exported, without what was forged."""
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, hostile_files.Outcome]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, attempts.Outcome]:
     count = len(hostile_checkpoints.CASES) + 60
-    return {o.name: o for o in hostile_files.checkpoints(1, count, tmp_path_factory.mktemp("forged"))}
+    return {o.name: o for o in attempts.checkpoints(1, count, tmp_path_factory.mktemp("forged"))}
 
 
-def test_every_forgery_is_refused_in_one_line(outcomes: dict[str, hostile_files.Outcome]) -> None:
+def test_every_forgery_is_refused_in_one_line(outcomes: dict[str, attempts.Outcome]) -> None:
     assert len(hostile_checkpoints.CASES) > 100
     for name in hostile_checkpoints.CASES:
         expected = "harmless" if name in HARMLESS else "refused"
         assert outcomes[name].verdict == expected, outcomes[name]
 
 
-def test_drawn_changes_never_end_otherwise(outcomes: dict[str, hostile_files.Outcome]) -> None:
+def test_drawn_changes_never_end_otherwise(outcomes: dict[str, attempts.Outcome]) -> None:
     drawn = [outcome for name, outcome in outcomes.items() if name not in hostile_checkpoints.CASES]
-    assert [o for o in drawn if o.verdict not in hostile_files.GOOD] == []
+    assert [o for o in drawn if o.verdict not in attempts.GOOD] == []
     assert sum(o.verdict == "refused" for o in drawn) > len(drawn) / 2
 
 
@@ -81,14 +82,14 @@ def test_the_state_of_a_run_is_validated(tmp_path: Path, state: dict[str, Any]) 
 def test_nothing_rests_on_asserts(tmp_path: Path) -> None:
     """Under `python -O` there are none."""
     script = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import hostile_files as h\n"
-        "import hostile_checkpoints as c; names = list(c.CASES)\n"
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from harness.hostile import attempts as h, checkpoints as c; names = list(c.CASES)\n"
         "found = list(h.checkpoints(2, len(names) + 20, Path(sys.argv[2])))\n"
         "bad = [o for o in found if o.verdict not in h.GOOD]\n"
         "print(bad); sys.exit(bool(bad) or not sys.flags.optimize)"
     )
     done = subprocess.run(
-        [sys.executable, "-O", "-c", script, str(BENCHMARKS), str(tmp_path)],
+        [sys.executable, "-O", "-c", script, str(TESTS), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=280,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hostile_files
-import hostile_runs
 import pytest
 
+from harness.hostile import attempts
+from harness.hostile import runs as hostile_runs
 from hyper_parallel.config import load, yaml12
 from hyper_parallel.config.validation_errors import MOST_LINES
 from hyper_parallel.errors import ConfigError
@@ -21,10 +21,10 @@ HARMLESS = {
 
 
 def test_every_hostile_file_is_refused(tmp_path: Path) -> None:
-    found = list(hostile_files.runs(1, len(hostile_runs.CASES) + 10, tmp_path))
+    found = list(attempts.runs(1, len(hostile_runs.CASES) + 10, tmp_path))
     assert len(hostile_runs.CASES) > 90
     bad = [o for o in found if o.verdict != ("harmless" if o.name in HARMLESS else "refused")]
-    assert [o for o in bad if o.name in hostile_runs.CASES or o.verdict not in hostile_files.GOOD] == []
+    assert [o for o in bad if o.name in hostile_runs.CASES or o.verdict not in attempts.GOOD] == []
 
 
 def test_many_mistakes_are_cut_with_a_count(tmp_path: Path) -> None:

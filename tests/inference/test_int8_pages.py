@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from observer import Observer
 
 from harness import run_ranks
+from harness.observer import Observer
 from harness.small_folder import save_small_llama
 from hyper_parallel import Strategy
 from hyper_parallel.config.generate import GenerationStrategy

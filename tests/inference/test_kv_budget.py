@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from observer import OfPyTorch
 from torch import nn
 
+from harness.observer import OfPyTorch
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference import Completion, Generator, Request

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from observer import OfPyTorch
 from torch import nn
 from torch.nn.functional import linear, silu
 
+from harness.observer import OfPyTorch
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference import Generator
 from hyper_parallel.inference.weights import units

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from observer import Observer
 
 from harness import run_ranks
+from harness.observer import Observer
 from hyper_parallel import Strategy
 from hyper_parallel.config.generate import GenerationStrategy
 from hyper_parallel.errors import ConfigError

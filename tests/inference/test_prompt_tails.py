@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observer import Observer
 
 from harness import run_ranks
+from harness.observer import Observer
 from hyper_parallel import Strategy
 from hyper_parallel.inference import Completion, Generator
 from hyper_parallel.inference.kv_cache.page_pool import PagePool, keys_of, tail_key

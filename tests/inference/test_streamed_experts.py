@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given as cases
 from hypothesis import strategies as st
-from observer import OfPyTorch
 
+from harness.observer import OfPyTorch
 from hyper_parallel.inference import Completion, Generator
 from hyper_parallel.inference.ragged_pass import current
 from hyper_parallel.inference.weights import streamed_experts, units

@@ -3,9 +3,7 @@ those of DynamicCache."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, Gemma3TextConfig
 
+from harness.observer import Observer
 from hyper_parallel import TieredCache
 from hyper_parallel.inference.tiered_cache.split import (
     LayerSize,
@@ -24,9 +23,6 @@ from hyper_parallel.inference.tiered_cache.split import (
     split,
 )
 from hyper_parallel.offloading.tiers.memory_tier import MemoryTier
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from observer import Observer
 
 WINDOW = 24
 

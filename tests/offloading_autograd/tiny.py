@@ -10,11 +10,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from observer import Observer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
+from harness.observer import Observer
 from hyper_parallel.errors import BudgetError
 
 _LLAMA = {

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from kinds import beside
 
 WITHIN = 0.15

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hostile_files
-import hostile_models
 import pytest
 
+from harness.hostile import attempts
+from harness.hostile import models as hostile_models
 from hyper_parallel.config import ModelConfig
 from hyper_parallel.config.model import implausible
 from hyper_parallel.step.build import transformers_config
@@ -17,9 +17,9 @@ MUST = ("a config", "an index", "a head", "a shape", "bytes", "a tensor", "vocab
 
 
 def test_every_damaged_folder_is_refused_or_harmless(tmp_path: Path) -> None:
-    found = list(hostile_files.models(1, len(hostile_models.CASES) + 15, tmp_path))
+    found = list(attempts.models(1, len(hostile_models.CASES) + 15, tmp_path))
     assert len(hostile_models.CASES) > 150
-    assert [o for o in found if o.verdict not in hostile_files.GOOD] == []
+    assert [o for o in found if o.verdict not in attempts.GOOD] == []
     named = [o for o in found if o.name in hostile_models.CASES]
     assert [o.name for o in named if o.name.startswith(MUST) and o.verdict != "refused"] == []
     assert sum(o.verdict == "refused" for o in named) > 0.7 * len(named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,9 @@ import pytest
 from tiny_run import LLAMA, run, run_config
 
 from harness import run_ranks
+from harness.observer import Observer
 from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.train_step import Stepper
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from observer import Observer
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
 MODELS: dict[str, dict[str, Any]] = {

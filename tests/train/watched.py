@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness.observer import Observer
 from hyper_parallel.graph import Executable
 from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading.tiers.memory_tier import MemoryTier
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from observer import Observer
 
 
 class _OfDevice(Observer):

@@ -1,4 +1,4 @@
-"""Random byte budgets of generation: python benchmarks/generate_budget.py [--cases 100] [--seed 0]
+"""Random byte budgets of generation.
 
 Each case is a family with random widths, prompts, answers, settings, tiers and a budget between the smallest and what
 holds everything. The model is read from a folder into the tiers. From the first weight that is read to the last answer
@@ -8,20 +8,15 @@ the budget. The tokens must be those of a run without a budget.
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import write
-from observer import OfPyTorch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
+from harness.observer import OfPyTorch
 from hyper_parallel import Generator
 from hyper_parallel.inference.weights import units
 from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES
@@ -115,41 +110,3 @@ def case(seed: int) -> dict[str, Any]:
                 "kept": seen.peak <= budget,
                 "same_tokens": same,
             }
-
-
-def main() -> int:
-    """Run all, print, keep; 1 where a budget was exceeded or a token changed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    disable_progress_bar()
-    began, found = time.perf_counter(), []
-    for seed in range(given.seed, given.seed + given.cases):
-        one = case(seed)
-        found.append(one)
-        wrong = "" if one["kept"] and one["same_tokens"] else "  WRONG"
-        print(
-            f"{seed}: {one['family']}: peak {one['peak']} of {one['budget']} ({one['smallest']} to {one['whole']}), "
-            f"{one['requests_at_once']} requests at once{wrong}",
-            flush=True,
-        )
-    summary = {
-        "cases": len(found),
-        "budgets_kept": sum(one["kept"] for one in found),
-        "same_tokens": sum(one["same_tokens"] for one in found),
-        "streamed_weights": sum(one["read_by_a_pass"] > 0 for one in found),
-        "moved_contexts": sum(one["contexts_moved"] > 0 for one in found),
-        "largest_share_of_budget": max(one["peak"] / one["budget"] for one in found),
-        "seconds": time.perf_counter() - began,
-    }
-    print(summary)
-    print(write("generate_budget", {"summary": summary, "cases": found}))
-    return int(summary["budgets_kept"] < len(found) or summary["same_tokens"] < len(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl_losses import WORDS, small, tokenizer
+
+from harness.trl_losses import WORDS, small, tokenizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "k1": {

@@ -1,4 +1,4 @@
-"""Forged and damaged checkpoints: the digests of each are right, what they say is not. Used by `hostile_files.py`.
+"""Forged and damaged checkpoints: the digests of each are right, what they say is not.
 
 A checkpoint of two ranks is written by the real writer; each case changes a copy of it, after which whoever forged it
 has computed every digest anew. `CASES` are named by what they try; `mutated` puts drawn values at drawn places.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 
+from harness.hostile.replaced import replace
 from hyper_parallel.checkpoint import Piece, Writer
 from hyper_parallel.layout import Layout, Mesh
 
@@ -176,44 +175,7 @@ def asset(name: str, inside: bool = True) -> Case:
 
 def replaced(name: str, how: str) -> Case:
     """Another kind of thing instead of a file, with the file's name."""
-
-    def case(path: Path, canary: Path) -> None:
-        file = path / name
-        held = file.read_bytes() if file.is_file() else b""
-        if file.is_file():
-            file.unlink()
-        if how == "pipe":
-            os.mkfifo(file)
-        elif how == "folder":
-            file.mkdir()
-        elif how == "socket":
-            here = os.getcwd()
-            os.chdir(path)  # the address of a socket may be 107 bytes long
-            try:
-                socket.socket(socket.AF_UNIX).bind(name)
-            finally:
-                os.chdir(here)
-        elif how == "empty":
-            file.touch()
-        elif how == "cut":
-            file.write_bytes(held[: len(held) // 2])
-        elif how == "zeros":
-            file.symlink_to("/dev/zero")
-        elif how == "loop":
-            file.symlink_to(name)
-        elif how == "link":
-            other = path.parent / f"elsewhere-{name}"
-            other.write_bytes(held)
-            file.symlink_to(other)
-        elif how == "sparse":
-            with file.open("wb") as out:
-                out.truncate(2**40)
-        elif how == "text":
-            file.write_text("root:x:0:0:root:/root:/bin/bash\n")
-        else:
-            raise ValueError(how)
-
-    return case
+    return lambda path, canary: replace(path, name, how)
 
 
 def _link_assets(path: Path, canary: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hostile run files: small texts that stand for much, large ones, broken ones. Used by `hostile_files.py`.
+"""Hostile run files: small texts that stand for much, large ones, broken ones.
 
 Each case writes ``run.yaml`` and what it builds on into a folder in which ``text.txt`` and ``good.yaml`` are.
 """

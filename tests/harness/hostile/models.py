@@ -1,4 +1,4 @@
-"""Forged and damaged folders of models: configs, indexes and weights. Used by `hostile_files.py`.
+"""Forged and damaged folders of models: configs, indexes and weights.
 
 A folder of a small Llama is written; each case changes a copy of it, which a run file then names as `model.path`.
 """
@@ -6,7 +6,6 @@ A folder of a small Llama is written; each case changes a copy of it, which a ru
 from __future__ import annotations
 
 import json
-import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from harness.hostile.replaced import replace
 from hyper_parallel.data.tokenizer import trained
 
 Case = Callable[[Path], None]
@@ -95,34 +95,9 @@ def entry(key: str, value: Any) -> Case:
     return header(lambda body: next(v for k, v in body.items() if k != "__metadata__").update({key: value}))
 
 
-def instead(name: str, how: str) -> Case:
+def replaced(name: str, how: str) -> Case:
     """Another kind of thing in a file's place."""
-
-    def case(folder: Path) -> None:
-        path = folder / name
-        data = path.read_bytes() if path.exists() else b""
-        path.unlink(missing_ok=True)
-        if how == "pipe":
-            os.mkfifo(path)
-        elif how == "folder":
-            path.mkdir()
-        elif how == "loop":
-            path.symlink_to(name)
-        elif how == "nowhere":
-            path.symlink_to("nowhere")
-        elif how == "zeros":
-            path.symlink_to("/dev/zero")
-        elif how == "cut":
-            path.write_bytes(data[: len(data) // 2])
-        elif how == "empty":
-            path.touch()
-        elif how == "sparse":
-            with path.open("wb") as out:
-                out.truncate(2**40)
-        elif how == "longer":
-            path.write_bytes(data + b"x" * 100)
-
-    return case
+    return lambda folder: replace(folder, name, how)
 
 
 def _size(value: int) -> Case:
@@ -232,11 +207,11 @@ CASES: dict[str, Case] = {
     "a tensor of other dims": tensors(lambda found: found.update({"model.norm.weight": torch.ones(4, 4)})),
     **{f"{name}: {value!r:.40}": field(name, value) for name, values in FIELDS.items() for value in values},
     **{
-        f"{name}: {how}": instead(name, how)
+        f"{name}: {how}": replaced(name, how)
         for name in (CONFIG, WEIGHTS, INDEX, "tokenizer.json")
         for how in ("pipe", "folder", "loop", "nowhere", "zeros", "cut", "empty", "sparse", "longer")
     },
-    "a pipe beside the weights": instead("generation_config.json", "pipe"),
+    "a pipe beside the weights": replaced("generation_config.json", "pipe"),
 }
 
 

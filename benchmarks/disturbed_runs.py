@@ -1,0 +1,165 @@
+"""Real runs that are killed, stopped or sent signals, and what is left of them: shared by `kill_saves`, `signals` and
+`pipeline_kills`, which have the cases and judge them.
+
+A `Command` is a process that is the command of one run after another; it imports PyTorch once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shapes import text_of_functions
+
+from hyper_parallel import config, launch
+from hyper_parallel.errors import PREFIX, HyperParallelError
+
+HEAD = """\
+version: 1
+out: OUT
+model:
+  config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
+"""
+"""A run file's beginning; ``OUT`` is the folder of the run."""
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
+
+
+def records(folder: Path, out: str) -> dict[int, dict[str, Any]]:
+    """Step to its metrics, of whole lines."""
+    path = folder / out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record for record in found if "loss" in record}
+
+
+def tensors(checkpoint: Path) -> dict[str, bytes]:
+    """The bytes of a checkpoint's data files."""
+    return {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}
+
+
+def write_texts(folder: Path, **functions: int) -> None:
+    """Write ``<name>.txt`` of so many functions each."""
+    for name, count in functions.items():
+        (folder / f"{name}.txt").write_text(text_of_functions(count))
+
+
+class Command:
+    """A process that starts runs one after another as ``hyper-parallel train`` does, and is the command of each."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        """`text`: of run files, with ``OUT`` for the folder of the run."""
+        self.folder, self._text = folder, text
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def start(self, out: str, *overrides: str, **launched: Any) -> None:
+        """Begin a run; `ended` tells how it ends. `launched`: keys of `launch`."""
+        (self.folder / f"{out}.yaml").write_text(self._text.replace("OUT", out))
+        (self.folder / f"{out}.err").write_text("")
+        (self.folder / f"{out}.txt").write_text("")
+        assert self.process.stdin is not None
+        more = [f"launch.{key}={value}" for key, value in launched.items()]
+        self.process.stdin.write(json.dumps([out, *overrides, *more]).encode() + b"\n")
+        self.process.stdin.flush()
+        self.begun = time.monotonic()
+
+    def ended(self, timeout: float) -> int | None:
+        """The run's exit code; None while it lives."""
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            return None
+        return int(self.process.stdout.readline())
+
+    def until_first_step(self, out: str) -> int | None:
+        """Wait until the run has a step; its exit code where it ended before that."""
+        while not records(self.folder, out):
+            if (code := self.ended(0.005)) is not None:
+                return code
+            assert time.monotonic() - self.begun < 300, "no step within five minutes"
+        return None
+
+    def finish(self, out: str, *overrides: str, **launched: Any) -> int:
+        """Run to the end; the exit code."""
+        self.start(out, *overrides, **launched)
+        code = self.ended(600)
+        assert code is not None, f"{out} did not end"
+        return code
+
+    def workers(self) -> list[int]:
+        """Process ids of the run's workers, by rank, as far as they are there."""
+        below = family(self.process.pid)[1:]
+        return sorted(below[1:])  # the first is the fork server, which forks them in order
+
+    def close(self) -> None:
+        """End it and what it has started."""
+        for pid in family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def serve() -> None:
+    """The command's side: a run for each line of standard input, its exit code for an answer."""
+    answers = os.fdopen(os.dup(1), "w")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: None)  # one that comes after a run's end
+    for line in sys.stdin:
+        out, *overrides = json.loads(line)
+        for descriptor, kind in ((1, "txt"), (2, "err")):
+            file = os.open(f"{out}.{kind}", os.O_WRONLY | os.O_APPEND)
+            os.dup2(file, descriptor)
+            os.close(file)
+        try:
+            code = launch.run(config.load(f"{out}.yaml", overrides), "hyper_parallel.train.entry:main")
+        except HyperParallelError as error:
+            os.write(2, f"{PREFIX}{error}\n".encode())
+            code = 2
+        sys.stdout.flush()
+        sys.stderr.flush()
+        answers.write(f"{code}\n")
+        answers.flush()
+
+
+def judged(
+    rows: Sequence[Mapping[str, Any]], name: Callable[[Mapping[str, Any]], str]
+) -> dict[str, dict[str, float]]:
+    """How many cases of each name were right, and the slowest end; printed too."""
+    table = {}
+    print(f"{'':<46} {'cases':>6} {'right':>6} {'slowest end':>12}")
+    for kind in dict.fromkeys(map(name, rows)):
+        those = [row for row in rows if name(row) == kind]
+        right, slowest = sum(row["ok"] for row in those), max(row["ended_s"] for row in those)
+        table[kind] = {"cases": len(those), "right": right, "slowest_end_s": slowest}
+        print(f"{kind:<46} {len(those):>6} {right:>6} {slowest:>10.1f} s")
+    return table
+
+
+if __name__ == "__main__":
+    serve()
