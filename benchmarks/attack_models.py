@@ -78,7 +78,6 @@ def attacked(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
     from hyper_parallel.verify.families import has_experts
     from hyper_parallel.verify.shrink import shrunken
 
-    quiet(threads=1)
     began = time.monotonic()
     config = transformers.CONFIG_MAPPING[family]()
     fields = {**shrunken(config), "model_type": family}
@@ -258,7 +257,8 @@ def main(
     wanted = families or causal_families()
     if resume:
         wanted = list(rows.missing(wanted))
-    cases = in_processes(functools.partial(attacked, strategies=strategies), wanted, workers)
+    attack = functools.partial(attacked, strategies=strategies)
+    cases = in_processes(attack, wanted, workers, begin=functools.partial(quiet, threads=1))
     for done, (family, of) in enumerate(cases, 1):
         before = rows.rows.get(family, {}).get("cells", {}) if strategies else {}
         rows.rows[family] = {**of, "cells": {**before, **of["cells"]}}

@@ -41,15 +41,19 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def in_processes(
-    run: Callable[[Case], Result], cases: Iterable[Case], workers: int, per_process: int = 20
+    run: Callable[[Case], Result],
+    cases: Iterable[Case],
+    workers: int,
+    per_process: int = 20,
+    begin: Callable[[], None] | None = None,
 ) -> Iterator[tuple[Case, Result]]:
     """(case, result) of each as they end, `workers` at a time; processes are replaced after `per_process` cases, which
-    fill them."""
+    fill them. Each calls `begin` first."""
     context = multiprocessing.get_context("spawn")
     left = iter(cases)
     # Not max_tasks_per_child, with which an executor of Python 3.11 stops for ever (python/cpython issue 115634).
     while part := list(itertools.islice(left, per_process * workers)):
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=begin) as pool:
             asked = {pool.submit(run, case): case for case in part}
             try:
                 for future in as_completed(asked):

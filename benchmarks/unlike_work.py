@@ -143,7 +143,6 @@ SHAPES = {
 @cache
 def model_costs(name: str, preset: str) -> ModelCosts:
     """Those of a model on a cluster."""
-    quiet()
     shape, cluster = SHAPES[name], Cluster.preset(preset)
 
     def line(points: Mapping[float, list[Times]], part: int, place: int, times: float) -> Line:
@@ -449,4 +448,5 @@ def main(only: Only = "", replay: Annotated[bool, "of what was simulated before"
 
 
 if __name__ == "__main__":
+    quiet()
     run(main)
