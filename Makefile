@@ -40,6 +40,7 @@ matrix: venv ## Every model family with every strategy
 
 ledger: venv ## Measure what each test costs, on a machine that does nothing else; tiers follow from it
 	@$(PYTEST) -n $(TESTERS) --dist worksteal --ledger tests/ledger.json $(ARGS)
+	@$(PYTEST) -n $(TESTERS) --dist worksteal --ledger tests/ledger.json --tier test -m "not matrix" $(ARGS)
 
 test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in a separate environment (.venv-llamafactory)
 	@tools/venv_llamafactory.sh .venv-llamafactory
