@@ -32,7 +32,7 @@ test: lint ## Linters, types, import directions and the tests: what a change has
 test-fast: venv ## The tests that start no process, in a few minutes: before each commit
 	@$(PYTEST) --tier fast -m "not matrix" -n $(TESTERS) --dist worksteal $(ARGS)
 
-test-all: venv ## All the rest: long tests, the matrix, documents, other versions: make test-all SHARD=1/8
+test-all: venv ## All the rest: long tests, the matrix, documents, other versions: make test-all SHARD=1/16
 	@$(BIN)/python tools/test_all.py $(SHARD)
 
 matrix: venv ## Every model family with every strategy
