@@ -1,8 +1,8 @@
 """A pytest plugin that measures the processor seconds of each test and selects a tier (`harness.ledger`).
 
 `--tier TIER` runs the tests of a tier; `--ledger FILE` writes what each took, of a tier what it took more than in
-FILE: there a case may pay alone for a fixture that it shares with cases of other tiers. A run ends with the cases that took more
-than twice what their tier allows: they are of another one, once the ledger is written anew (`make ledger`).
+FILE: there a case may pay alone for a fixture that it shares with cases of other tiers. A run ends with the cases that
+took more than twice what their tier allows: they are of another one, once the ledger is written anew (`make ledger`).
 """
 
 from __future__ import annotations
