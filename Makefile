@@ -32,7 +32,7 @@ test: lint ## Linters, types, import directions and the tests: what a change has
 test-fast: venv ## The tests that start no process, in a few minutes: before each commit
 	@$(PYTEST) --tier fast -m "not matrix" -n $(TESTERS) --dist worksteal $(ARGS)
 
-test-all: venv ## All the rest: long tests, the matrix, documents, other versions: make test-all SHARD=1/8
+test-all: venv ## All the rest: long tests, the matrix, documents, other versions: make test-all SHARD=1/16
 	@$(BIN)/python tools/test_all.py $(SHARD)
 
 matrix: venv ## Every model family with every strategy
@@ -40,6 +40,7 @@ matrix: venv ## Every model family with every strategy
 
 ledger: venv ## Measure what each test costs, on a machine that does nothing else; tiers follow from it
 	@$(PYTEST) -n $(TESTERS) --dist worksteal --ledger tests/ledger.json $(ARGS)
+	@$(PYTEST) -n $(TESTERS) --dist worksteal --ledger tests/ledger.json --tier test -m "not matrix" $(ARGS)
 
 test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in a separate environment (.venv-llamafactory)
 	@tools/venv_llamafactory.sh .venv-llamafactory

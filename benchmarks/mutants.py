@@ -213,6 +213,7 @@ def placed(mutant: Mutant, clone: Path) -> Mutant:
 
 def instrument(mutants: list[Mutant], clone: Path, records: Path) -> None:
     """Write probes into the clone's source: the mutated expressions then record the tests that evaluate them."""
+    records = records.resolve()  # the processes that write there have other folders
     records.mkdir(parents=True, exist_ok=True)
     (clone / PACKAGE / "_probe.py").write_text(f"RECORDS = {str(records)!r}\n" + PROBE)
     files: dict[str, list[Mutant]] = defaultdict(list)

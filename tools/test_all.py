@@ -3,7 +3,7 @@
 `make test` is the first part of everything; this is the rest of it. Each part is a command with about the minutes that
 it takes on two cores. Parts are dealt to the shards so that these are about as long as each other; the deal depends on
 the number of shards alone, so that shards 1 to n together are every part. A part that fails does not stop the others.
-`list` in place of the shard prints the deal.
+`list/n` in place of the shard prints the deal.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 PYTEST = "-m pytest -q -p no:cacheprovider -n 2 --dist worksteal --durations=5"
 SLICES = 4
 """Of the tests that are too long for one shard."""
+HALVES = 2
+"""Of the tests of another version."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,15 @@ def parts() -> list[Part]:
     ):
         venv = f".venv-{name}"
         test = f'{venv}/bin/python {PYTEST} --tier test -m "not matrix"'
-        found.append(Part(name, 18, (make.format(venv=venv), test), name.partition("python-")[2]))
+        found += [
+            Part(
+                f"{name}-half-{half}",
+                10,
+                (make.format(venv=venv), f"{test} --slice {half}/{HALVES}"),
+                name.partition("python-")[2],
+            )
+            for half in range(1, HALVES + 1)
+        ]
     return found
 
 
@@ -111,20 +121,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shard", help="i/n, or list")
+    parser.add_argument("shard", help="i/n, or list/n")
     parser.add_argument("parts", nargs="*", help="run these parts only, whichever shard they are in")
     arguments = parser.parse_args()
     every = parts()
     names = [part.name for part in every]
     if unknown := sorted(set(arguments.parts) - set(names)):
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(names)}")
-    if arguments.shard == "list":
-        for number, shard in enumerate(deal(every, 8), 1):
-            print(
-                f"{number}/8, {sum(part.minutes for part in shard):g} min: {', '.join(part.name for part in shard)}"
-            )
-        return
     number, _, shards = arguments.shard.partition("/")
+    if number == "list" and shards.isdigit():
+        for place, shard in enumerate(deal(every, int(shards)), 1):
+            minutes = sum(part.minutes for part in shard)
+            print(f"{place}/{shards}, {minutes:g} min: {', '.join(part.name for part in shard)}")
+        return
     if not (number.isdigit() and shards.isdigit() and 1 <= int(number) <= int(shards)):
         parser.error(f"the shard is i/n with i from 1 to n, not {arguments.shard!r}")
     chosen = deal(every, int(shards))[int(number) - 1]

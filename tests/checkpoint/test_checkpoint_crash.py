@@ -133,6 +133,20 @@ def test_killed_at_every_change_of_the_file_system(tmp_path):
     )
 
 
+def test_a_folder_may_be_renamed_as_soon_as_its_last_index_is_seen(tmp_path, monkeypatch):
+    """Rank 0 commits a step when it sees every index, which another rank may still be making durable."""
+    partial, rename = tmp_path / "step-1.partial", os.rename
+    partial.mkdir()
+
+    def rename_and_commit(source, target) -> None:
+        rename(source, target)
+        rename(partial, tmp_path / "step-1")
+
+    monkeypatch.setattr(os, "rename", rename_and_commit)
+    durable.publish(partial / "rank-1.json", b"{}")
+    assert (tmp_path / "step-1" / "rank-1.json").read_bytes() == b"{}"
+
+
 def test_everything_is_durable_before_the_marker_and_the_marker_before_the_name(tmp_path, monkeypatch):
     done: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename

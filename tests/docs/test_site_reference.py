@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ from hyper_parallel.config.json_schema import json_schema
 jsonschema = pytest.importorskip("jsonschema", reason="part of the extra 'dev'")
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = Examples.of(ROOT)
+
+
+@cache
+def examples() -> Examples:
+    return Examples.of(ROOT)
 
 
 def keys(kind: str) -> list[tuple[tree.Section, str, dict[str, Any]]]:
@@ -41,7 +46,7 @@ def test_every_key_has_an_example_that_the_schema_takes(kind: str) -> None:
     schema = json_schema(KINDS[kind])
     for section, key, field in keys(kind):
         where = f"{section.paths[0]}.{key}"
-        example = EXAMPLES.best(kind, section.name, key, field)
+        example = examples().best(kind, section.name, key, field)
         assert example not in (None, {}, []), f"{where} has no example; add one to {CHOSEN.relative_to(ROOT)}"
         validator = jsonschema.Draft202012Validator({**field, "$defs": schema["$defs"]})
         assert list(validator.iter_errors(example)) == [], where
@@ -57,7 +62,7 @@ def test_the_chosen_examples_have_no_other_keys(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_has_every_key_once(kind: str) -> None:
-    page = run_file_page.page(kind, EXAMPLES)
+    page = run_file_page.page(kind, examples())
     headings = re.findall(r"^### `(\S+)` ", page, re.M)
     ids = re.findall(r"\{ #(\S+) \}$", page, re.M)
     assert len(ids) == len(set(ids))
@@ -71,7 +76,7 @@ def test_the_page_has_every_key_once(kind: str) -> None:
 
 
 def test_a_key_shows_type_default_meaning_and_example() -> None:
-    page = run_file_page.page("run", EXAMPLES)
+    page = run_file_page.page("run", examples())
     entry = page.split("### `train.log_every`")[1].split("###")[0]
     assert "integer (at least 1) · default `1` · example `log_every: 10`" in entry
     assert "Steps between records of metrics." in entry

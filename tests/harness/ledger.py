@@ -66,6 +66,11 @@ class Ledger:
         ]
         file.write_text("{\n" + ",\n".join(sections) + "\n}\n")
 
+    def raised(self, costs: Mapping[str, Cost]) -> Ledger:
+        """With these costs, where a case has none or a lower one."""
+        more = {case: cost for case, cost in costs.items() if cost.seconds > self.cost(case).seconds}
+        return Ledger({**self.costs, **more})
+
     def cost(self, case: str) -> Cost:
         """What a case took; nothing for one without an entry."""
         return self.costs.get(case, Cost(0.0, False))

@@ -1,11 +1,13 @@
 """A pytest plugin that measures the processor seconds of each test and selects a tier (`harness.ledger`).
 
-`--tier TIER` runs the tests of a tier; `--ledger FILE` writes what each took. A run ends with the cases that took more
-than twice what their tier allows: they are of another one, once the ledger is written anew (`make ledger`).
+`--tier TIER` runs the tests of a tier; `--ledger FILE` writes what each took, of a tier what it took more than in
+FILE: there a case may pay alone for a fixture that it shares with cases of other tiers. A run ends with the cases that
+took more than twice what their tier allows: they are of another one, once the ledger is written anew (`make ledger`).
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import defaultdict
@@ -33,6 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Meter(config.getoption("--ledger") is not None), "meter")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Accounts(config), "accounts")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: the garbage collector need not look at it now nor in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
@@ -134,7 +147,8 @@ class Accounts:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         costs = self.costs()
         if self.file:
-            Ledger(costs).write(Path(self.file))
+            before = Ledger({}) if self.tier == "all" else Ledger.read(Path(self.file))
+            before.raised(costs).write(Path(self.file))
         total = sum(cost.seconds for cost in costs.values())
         terminalreporter.write_line(f"{total:.0f} processor seconds in {len(costs)} tests")
         for case, cost in sorted(costs.items(), key=lambda entry: -entry[1].seconds):

@@ -176,32 +176,26 @@ class Compared:
 def against_one_device(world: int, cases: Sequence[Case], timeout: float = 240.0) -> list[Compared]:
     """Each case on `world` workers, one after the other, beside one device."""
     torch.manual_seed(0)
-    known: dict[str, tuple[StepOutcome, Tensors]] = {}
-
-    def reference(case: Case) -> tuple[StepOutcome, Tensors]:
-        axes = case.config.strategy.axes
-        at = repr(
-            (
-                case.family,
-                case.train,
-                case.change,
-                case.documents,
-                case.evaluates,
-                alone(case.config.strategy),
-            )
-        )
-        at += repr(case.config.micro_batch * axes.data)
-        if at not in known:
-            known[at] = one_device(case)
-        return known[at]
-
-    ones = [reference(case) for case in cases]
+    ones = [_reference(case) for case in cases]
     given = [(case, one.gradients) for case, (one, _) in zip(cases, ones, strict=True)]
     by_rank: list[list[Ran]] = run_ranks(_worker, world, given, timeout=timeout)
     return [
         _compared(case, one, buffers, [found[at] for found in by_rank])
         for at, (case, (one, buffers)) in enumerate(zip(cases, ones, strict=True))
     ]
+
+
+def _reference(case: Case) -> tuple[StepOutcome, Tensors]:
+    """The step of one device, which cases share that differ in the strategy alone."""
+    strategy = case.config.strategy
+    at = repr((case.family, case.train, case.change, case.documents, case.evaluates, alone(strategy)))
+    at += repr(case.config.micro_batch * strategy.axes.data)
+    if at not in _KNOWN:
+        _KNOWN[at] = one_device(case)
+    return _KNOWN[at]
+
+
+_KNOWN: dict[str, tuple[StepOutcome, Tensors]] = {}
 
 
 def _compared(case: Case, one: StepOutcome, buffers: Tensors, ran: list[Ran]) -> Compared:

@@ -136,13 +136,20 @@ def test_a_key_of_a_part_is_none_of_a_whole_page() -> None:
 
 
 def test_answers_of_one_token_end_without_a_pass_where_pages_are_few(tmp_path: Path) -> None:
-    """A request that ends with its first token is not given further pages, nor swapped out."""
+    """A request that ends with its first token is not given further pages, nor swapped out.
+
+    Few pages make other batches, in which some processors round otherwise.
+    """
     model = small("llama")
     given = prompts(model, (48, 48, 70))
     settings = {"max_tokens": 1, "n": 6}
     generator = Generator(model, **{**SETTINGS, **settings})
     generator._engine.cache.configure(KVCacheSizes(device=6, host=60), opened(("host",), tmp_path))
     try:
-        assert bits(generator(given)) == computed(model, given, **settings)
+        found = generator(given)
     finally:
         generator.close()
+    expected = Generator(model, **{**SETTINGS, **settings}, prefix_cache=False)(given)
+    assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)

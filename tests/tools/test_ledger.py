@@ -48,6 +48,12 @@ def test_a_ledger_is_written_and_read(tmp_path: Path) -> None:
     assert Ledger.read(tmp_path / "missing.json").cost("tests/a.py::test_cheap") == Cost(0.0, False)
 
 
+def test_a_case_that_costs_more_without_those_of_other_tiers_leaves_its_tier() -> None:
+    cases = [*ledger().costs]
+    raised = ledger().raised({cases[0]: Cost(CASE_S + 1, False), cases[1]: Cost(0.0, False)})
+    assert ledger().chosen("test", cases) - raised.chosen("test", cases) == {cases[0]}
+
+
 def test_seconds_of_children_count_while_they_live_and_after() -> None:
     before = tree_seconds()
     child = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -172,63 +173,47 @@ CASES: dict[int, dict[str, Case]] = {
 }
 
 
-def _found(world: int) -> dict[str, Compared]:
-    cases = CASES[world]
-    timeout = 120.0 + 30.0 * len(cases)
-    return dict(zip(cases, against_one_device(world, list(cases.values()), timeout), strict=True))
+@functools.cache
+def _found(world: int, name: str) -> Compared:
+    (found,) = against_one_device(world, [CASES[world][name]])
+    return found
 
 
-@pytest.fixture(scope="module")
-def two() -> dict[str, Compared]:
-    return _found(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> dict[str, Compared]:
-    return _found(4)
-
-
-@pytest.fixture(scope="module")
-def eight() -> dict[str, Compared]:
-    return _found(8)
-
-
-def _judge(case: Case, found: Compared) -> None:
+def _judge(world: int, name: str) -> None:
+    found = _found(world, name)
     assert found.report is not None, found.refused
     assert found.report.ok, found.report.failures
-    if case.config.strategy.precision.compute == "float32":
+    if CASES[world][name].config.strategy.precision.compute == "float32":
         assert found.error < TOLERANCE
     assert found.buffers == 0.0
 
 
 @pytest.mark.parametrize("name", CASES[2])
-def test_two_workers(two: dict[str, Compared], name: str) -> None:
-    _judge(CASES[2][name], two[name])
+def test_two_workers(name: str) -> None:
+    _judge(2, name)
 
 
 @pytest.mark.parametrize("name", CASES[4])
-def test_four_workers(four: dict[str, Compared], name: str) -> None:
-    _judge(CASES[4][name], four[name])
+def test_four_workers(name: str) -> None:
+    _judge(4, name)
 
 
 @pytest.mark.parametrize("name", CASES[8])
-def test_eight_workers(eight: dict[str, Compared], name: str) -> None:
-    _judge(CASES[8][name], eight[name])
+def test_eight_workers(name: str) -> None:
+    _judge(8, name)
 
 
-def test_schedules_give_the_same_bits(two: dict[str, Compared]) -> None:
-    first = two["schedule gpipe"].gradients
+def test_schedules_give_the_same_bits() -> None:
+    first = _found(2, "schedule gpipe").gradients
     assert len(first) > 30
     for name in SCHEDULES:
-        other = two[f"schedule {name}"].gradients
+        other = _found(2, f"schedule {name}").gradients
         assert all(torch.equal(first[key], other[key]) for key in first), name
 
 
 @pytest.mark.parametrize("name", PAIRED)
-def test_forward_passes_beside_backward_passes_give_the_same_bits(
-    four: dict[str, Compared], name: str
-) -> None:
-    together, apart = four[f"{name}, pairs"], four[f"{name}, no pairs"]
+def test_forward_passes_beside_backward_passes_give_the_same_bits(name: str) -> None:
+    together, apart = _found(4, f"{name}, pairs"), _found(4, f"{name}, no pairs")
     assert "forward passes beside backward passes" in together.plan
     assert "forward passes beside backward passes" not in apart.plan
     assert len(apart.gradients) > 15
@@ -236,9 +221,9 @@ def test_forward_passes_beside_backward_passes_give_the_same_bits(
         assert torch.equal(together.gradients[key], apart.gradients[key]), key
 
 
-def test_layers_that_were_given_are_cut_so(two: dict[str, Compared]) -> None:
-    assert "2 stages of 3+1 layers" in two["layers by hand"].plan
-    assert "4 stages of 0+2+2+0 layers, schedule v-half" in two["no layers at the ends"].plan
+def test_layers_that_were_given_are_cut_so() -> None:
+    assert "2 stages of 3+1 layers" in _found(2, "layers by hand").plan
+    assert "4 stages of 0+2+2+0 layers, schedule v-half" in _found(2, "no layers at the ends").plan
 
 
 def test_a_buffer_that_two_stages_write_is_refused() -> None:

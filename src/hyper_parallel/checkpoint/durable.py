@@ -47,16 +47,26 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
 
 def fsync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
+    with _folder_descriptor(folder) as descriptor:
+        _fsync_names(descriptor)
+
+
+@contextlib.contextmanager
+def _folder_descriptor(folder: Path) -> Iterator[int]:
     descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_names(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if (
-            error.errno != errno.EINVAL
-        ):  # some network file systems do not fsync folders; renames there are durable
+        # Some network file systems do not fsync folders; renames there are durable.
+        if error.errno != errno.EINVAL:
             raise
-    finally:
-        os.close(descriptor)
 
 
 def check_new(target: Path) -> None:
@@ -86,17 +96,18 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def publish(path: Path, data: bytes) -> Written:
     """Create or replace the file `path` atomically and durably, by way of a temporary name. Raises OSError and then
-    leaves nothing.
+    leaves nothing. Who sees the file may move or remove its folder at once.
     """
     hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        written = write_file(hidden, [data])
-        os.rename(hidden, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            hidden.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
+    with _folder_descriptor(path.parent) as folder:
+        try:
+            written = write_file(hidden, [data])
+            os.rename(hidden, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                hidden.unlink(missing_ok=True)
+            raise
+        _fsync_names(folder)
     return written
 
 
