@@ -31,7 +31,7 @@ def compiled(folder: str | Path) -> Path:
     return made
 
 
-def environment(library: Path) -> dict[str, str]:
+def environment(library: Path) -> dict[str, Any]:
     """Of a process whose allocations are counted."""
     return {**os.environ, "LD_PRELOAD": str(library)}
 

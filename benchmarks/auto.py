@@ -51,8 +51,10 @@ from hyper_parallel.planner.auto.entry import together
 from hyper_parallel.planner.auto.machine import measured
 from hyper_parallel.planner.auto.query import precision_of, question_of
 from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
+from hyper_parallel.planner.auto.trial_process import step_of
 from hyper_parallel.planner.enumerate import ranked
 from hyper_parallel.planner.measured_constants import read_off
+from hyper_parallel.step.build import build
 
 WORLD = 4
 TOGETHER = 12
@@ -198,7 +200,7 @@ def _strategies(config: RunConfig, cluster: Cluster) -> Iterator[Overrides]:
 
 def key_of(laid: Overrides) -> str:
     """A strategy by its content."""
-    return json.dumps(laid["strategy"], sortkey_ofs=True)
+    return json.dumps(laid["strategy"], sort_keys=True)
 
 
 # The workers.
@@ -214,15 +216,13 @@ def measure(config: RunConfig, worker: Worker) -> None:
 
     What is `drop` times as slow as the best after a round is stepped no more.
     """
-    # The planner tries strategies in processes of their own now, and has no such function any more.
-    from hyper_parallel.planner.auto.measure_candidates import stepped
-
     task = json.loads(Path(os.environ[TASK]).read_text())
     steps: list[Callable[[], None] | None] = []
     refused: dict[int, str] = {}
     for index, laid in enumerate(task["strategies"]):
         try:
-            steps.append(stepped(resolved(config, laid), worker))
+            run = resolved(config, laid)
+            steps.append(step_of(run, build(run, device=worker.device), worker.device))
         except HyperParallelError as error:
             refused[index] = str(error)
             steps.append(None)

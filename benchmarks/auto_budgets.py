@@ -80,7 +80,7 @@ def _case(name: str, case: dict[str, Any], folder: Path) -> dict[str, Any]:
             found[place].append(took)
             print(f"  {name}: {took} {reasons[place]} {json.dumps(one['strategy'])}", flush=True)
     # Other load only adds to a step: the least of the rounds is nearest to the strategy's own time.
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"laid": one, "seconds": None if None in seconds else min(s for s in seconds if s), "reason": reason}
         for one, seconds, reason in zip(strategies, found, reasons, strict=True)
     ]

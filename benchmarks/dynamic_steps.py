@@ -40,7 +40,7 @@ MIXTURES = {
     "16 kinds of 1": [1] * 16,
     "4 kinds of 16": [16] * 4,
 }
-DECLARED = {
+DECLARED: dict[str, dict[str, Any]] = {
     "vision": {"modules": ["model.vision_tower", "model.multi_modal_projector"]},
     "language": {"axes": {"pipeline": 2}},
 }
@@ -124,7 +124,7 @@ def _worker(rank: int, world: int, steps: int) -> list[dict[str, float]]:
             assert parts.schedule is not None
             figures = {"loss": loss, "seconds": seconds, "cost": parts.schedule.makespan}
             owned = parts.handle.owned()
-            return figures, {own.name: own.grad for own in owned if own.parameter.grad is not None}
+            return figures, {own.name: grad for own in owned if (grad := own.grad) is not None}
 
         return step
 

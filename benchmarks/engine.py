@@ -25,6 +25,7 @@ from shapes import NO_ENDS, Fields, llama
 from training import ENGINES, build, engine_step, recipe_of, step_batch
 
 import hyper_parallel as hp
+from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.step.recipe import Recipe
 
 BENCHMARK = Benchmark("engine")
@@ -38,7 +39,7 @@ CASES: dict[str, tuple[Fields, int, int]] = {
 
 def recipe(fields: Fields, strategy: hp.Strategy, engine: str, values: str | None = "cpu") -> Recipe:
     """The step of an engine; without values it is what a graph is captured from."""
-    lowering = "fsdp" if engine == "eager" else "traceable"
+    lowering: Lowering = "fsdp" if engine == "eager" else "traceable"
     return recipe_of(build(fields, strategy, lowering=lowering, values=values))
 
 
@@ -53,8 +54,12 @@ def worker(
         own = recipe(fields, strategy, engine)
         batch = step_batch(own, rows, length, fields["vocab_size"])
         shadow = recipe(fields, strategy, engine, values=None)
+
+        def on_meta(shadow: Recipe = shadow) -> Recipe:
+            return shadow
+
         begun = time.perf_counter()
-        steps[engine] = engine_step(engine, own, lambda shadow=shadow: shadow, batch, artifacts)
+        steps[engine] = engine_step(engine, own, on_meta, batch, artifacts)
         ready[engine] = time.perf_counter() - begun
     losses = {engine: [step() for _ in range(3)] for engine, step in steps.items()}  # warm-up
     times = in_turns(steps, rounds, partial(timed, world=world))

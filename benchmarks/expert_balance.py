@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from training import build, micro_batch, recipe_of
 from harness import run_ranks
 from hyper_parallel import Strategy, init_weights
 from hyper_parallel.compat import collectives
-from hyper_parallel.shard.experts import dispatch
+from hyper_parallel.shard.experts import dispatch, grouped_matmul
 from hyper_parallel.shard.experts.placement import replicas_needed
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.expert_balance import ExpertBalancer, Replacement
@@ -114,7 +115,7 @@ class Side:
 
 def count_rows(counted: list[int]) -> None:
     """From now on the rows of each forward pass of a layer's experts are appended."""
-    multiply, whole = dispatch.apply_experts, dispatch.compute
+    multiply, whole = grouped_matmul.apply_experts, dispatch.compute
 
     def apply_experts(module: Any, weights: Any, rows: Tensor, counts: list[int]) -> Tensor:
         if counted:
@@ -125,7 +126,7 @@ def count_rows(counted: list[int]) -> None:
         counted.append(0)
         return whole(*args, **kwargs)
 
-    dispatch.apply_experts, dispatch.compute = apply_experts, compute
+    mock.patch.multiple(dispatch, apply_experts=apply_experts, compute=compute).start()
 
 
 def skew_routers(side: Side, skew: float, rounds: int) -> list[Tensor]:

@@ -204,11 +204,9 @@ def by_operator(name: str, cluster: Cluster) -> None:
         f"{name}: predicted {predicted.step * 1e3:.1f} ms, measured {measured.step * 1e3:.1f} ms (with the clock)"
     )
     print(f"{'operator':55} {'layout':36} {'calls':>6} {'predicted':>10} {'measured':>10} {'ratio':>6}  ms")
-    for (op, layout), (ours, theirs, calls) in sorted(sums.items(), key=lambda x: -abs(x[1][0] - x[1][1]))[
-        :30
-    ]:
-        ratio = ours / theirs if theirs else float("nan")
-        print(f"{op:55} {layout:36} {calls:6.0f} {ours * 1e3:10.2f} {theirs * 1e3:10.2f} {ratio:6.2f}")
+    for (op, layout), (mine, real, calls) in sorted(sums.items(), key=lambda x: -abs(x[1][0] - x[1][1]))[:30]:
+        ratio = mine / real if real else float("nan")
+        print(f"{op:55} {layout:36} {calls:6.0f} {mine * 1e3:10.2f} {real * 1e3:10.2f} {ratio:6.2f}")
 
 
 # The whole

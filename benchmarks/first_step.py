@@ -61,7 +61,8 @@ def measured(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hyper_parallel.compat.fake_process_group import fake_ranks
-    from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
+    from hyper_parallel.config.optimizer import AdamWConfig
+    from hyper_parallel.config.train import LossConfig, ScheduleConfig
     from hyper_parallel.shard import parallelize, sharded
     from hyper_parallel.step.graph_cache import Graphs
     from hyper_parallel.step.graph_store import GraphStore

@@ -97,8 +97,9 @@ def compared(folder: Path, tier: str, batch: int, tokens: int, rounds: int) -> d
             faster = ratios(taken[WHOLE], own)
             runs[way] |= medians(own) | {f"faster_{kind}": ratio for kind, ratio in faster.items()}
             runs[way]["same"] = own[-1].result == taken[WHOLE][-1].result
-        assert made[WHOLE].memory is not None
-        weights = made[WHOLE].memory._sizes.weights
+        memory = made[WHOLE].memory
+        assert memory is not None
+        weights = memory._sizes.weights
     return {"budget": budget, "weights": weights, "runs": runs}
 
 

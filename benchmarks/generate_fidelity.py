@@ -13,13 +13,15 @@ the passes of the same composition. docs/inference-predictions.md is written fro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 from commandline import run
@@ -89,39 +91,31 @@ def predicted(name: str, case: Case, cluster: Cluster) -> dict[str, Any]:
     return {"seconds": simulated.seconds, "passes": simulated.passes, "pricer": pricer}
 
 
-class Timed:
-    """Seconds of the engine's passes, by their composition."""
+@contextlib.contextmanager
+def timed_passes() -> Iterator[dict[Any, list[float]]]:
+    """Inside, seconds of the engine's passes are taken, by their composition."""
+    own, passes = Engine._passed, defaultdict[Any, list[float]](list)
 
-    def __init__(self) -> None:
-        self.passes: dict[tuple[tuple[int, int], ...], list[float]] = defaultdict(list)
-        self._own = Engine._passed
+    def timed(engine: Engine, chosen: list[Any], *given: Any) -> Any:
+        begun = time.perf_counter()
+        found = own(engine, chosen, *given)
+        key = tuple(sorted((segment.count, segment.first) for _, segment in chosen))
+        passes[key].append(time.perf_counter() - begun)
+        return found
 
-    def __enter__(self) -> Timed:
-        own, passes = self._own, self.passes
-
-        def timed(engine: Any, chosen: Sequence[Any], *given: Any) -> Any:
-            begun = time.perf_counter()
-            found = own(engine, chosen, *given)
-            key = tuple(sorted((segment.count, segment.first) for _, segment in chosen))
-            passes[key].append(time.perf_counter() - begun)
-            return found
-
-        Engine._passed = timed  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Engine._passed = self._own  # type: ignore[method-assign]
+    with mock.patch.object(Engine, "_passed", timed):
+        yield passes
 
 
 def measured(generator: Generator, case: Case, seed: int) -> tuple[float, dict[Any, list[float]]]:
     """Seconds of a batch and of its passes."""
     prompts = random_prompts([case.prompt] * case.requests, 4096, seed=seed)
     settings = {key: value for key, value in case.settings.items() if key != "page"}
-    with Timed() as timed:
+    with timed_passes() as passes:
         begun = time.perf_counter()
         generator(prompts, max_tokens=case.answer, **settings)
         seconds = time.perf_counter() - begun
-    return seconds, timed.passes
+    return seconds, passes
 
 
 def rows_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, Any]:
@@ -129,11 +123,12 @@ def rows_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, A
     told = predicted(name, case, cluster)
     generator = Generator(model_of(name), page=case.settings["page"], rows=case.settings["rows"])
     measured(generator, case, 0)
-    seconds, passes = [], defaultdict(list)
+    seconds: list[float] = []
+    passes: dict[Any, list[float]] = defaultdict(list)
     for number in range(rounds):
-        one, found = measured(generator, case, 1 + number)
+        one, taken = measured(generator, case, 1 + number)
         seconds.append(one)
-        for key, values in found.items():
+        for key, values in taken.items():
             passes[key] += values
     kinds: dict[str, list[tuple[float, float]]] = {"prompts": [], "answers": []}
     for key, values in passes.items():

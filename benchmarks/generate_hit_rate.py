@@ -98,7 +98,10 @@ class Lru:
     def used(self, keys: Sequence[Hashable]) -> None:
         """Nothing to learn."""
 
-    entered = left = used
+    def entered(self, key: Hashable) -> None:
+        """Nothing to learn."""
+
+    left = entered
 
     def first(self, candidates: Mapping[Hashable, object], some: Sequence[Hashable]) -> Hashable:
         """The first."""
@@ -190,7 +193,7 @@ def main() -> None:
         counts = Counter(key for request in trace for key in request)
         tokens = counts.total()
         again = sum(count > 1 for count in counts.values())
-        shown = {"trace": name, "requests": len(trace), "tokens": tokens * PAGE}
+        shown: dict[str, Any] = {"trace": name, "requests": len(trace), "tokens": tokens * PAGE}
         for share in SHARES:
             room = int(share * again)
             found = {

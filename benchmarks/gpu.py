@@ -52,7 +52,7 @@ FAMILIES: dict[str, Fields] = {
     "gpt2, dropout": gpt2(128, 2, 8, vocabulary=515, positions=128, bos_token_id=1, eos_token_id=2),
     **{name: families.FAMILIES[name] for name in ("gemma2", "gpt-oss", "mixtral", "deepseek-v3")},
 }
-STRATEGIES = [
+STRATEGIES: list[dict[str, Any]] = [
     {"axes": {"tensor": 2}},
     {"axes": {"tensor": 4}, "sequence": True},
     {"axes": {"shard": 2, "tensor": 2}},
@@ -249,7 +249,7 @@ def main(
         names, policies, longest, rounds = ("llama", "mixtral"), ("llama",), (16, 16), 2
     device = backend.device(0)
     backend.set_device(device)
-    torch.backends.fp32_precision = "ieee"
+    torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]  # of what replaces the module
     checks, rates = checked(backend, device, names, policies, longest[0])
     rows = [(name, "right" if passed else "WRONG", note) for name, passed, note in checks]
     print(*table("check | | worst", rows), sep="\n", flush=True)

@@ -89,7 +89,8 @@ def beside(name: str, folder: str, adapter: Any = None) -> dict[str, tuple[float
     predicted = predict_run(config, cluster)
     table = Table.of(workload_of(config), cluster, profile("hyper-parallel"), micro=4.0)
     parts = {kind: float(part[0]) for kind, part in seconds_by_kind(table, fitted()).items()}
-    costs, by_class = Costs(cluster), defaultdict(float)
+    costs = Costs(cluster)
+    by_class: dict[str, float] = defaultdict(float)
     for op in (op for ops in predicted.timeline.trace.ops.values() for op in ops):
         if op.work is not None:
             by_class[_class(op.module, op.phase, op.work.kind)] += costs.seconds(op)

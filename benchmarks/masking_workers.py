@@ -41,7 +41,7 @@ COMPUTE_TO_COMMUNICATION = 1.5
 
 def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int] | None = None) -> Timeline:
     """What a step would take where every rank runs it."""
-    ranks = {rank for _, members in step.groups.values() for rank in members} | {0}
+    ranks = {rank for group in step.groups.values() for rank in group.ranks} | {0}
     trace = lower({"all": step}, dict.fromkeys(sorted(ranks), "all"), sizes=sizes, views=False)
     return simulate(trace, cluster)
 
@@ -196,6 +196,7 @@ def _device(rate: float) -> Device:
 
 
 def _begin(kind: str, x: torch.Tensor) -> torch.Tensor:
+    assert dist.group.WORLD is not None
     ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
     if kind == "all_reduce":
         return ops.all_reduce(x, "sum", group)

@@ -126,7 +126,7 @@ class Mutant:
 def candidates(file: Path) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Each expression of a file that has a fault to offer, with the faulty expression."""
     tree = ast.parse(file.read_text())
-    skipped = set()
+    skipped = set[int]()
     for node in ast.walk(tree):
         annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

@@ -67,8 +67,8 @@ RUNS = {
 def predicted(name: str, quick: bool = False) -> dict[str, Any]:
     """The rows of a run, simulated, beside what is published."""
     run = RUNS[name]
-    rows = []
-    ways = {
+    rows: list[dict[str, Any]] = []
+    ways: dict[str, tuple[dict[str, Any], float | None]] = {
         "baseline: layers computed again": ({"recompute": "layer"}, run.published[0]),
         "nothing computed again (too large)": ({}, None),
         "ours, within a budget": ({"device": BUDGET, "host": HOST, "expert_load": 1.0}, run.published[1]),

@@ -24,6 +24,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from commandline import run
@@ -85,7 +86,7 @@ def small_instances(limit: float, seeds: Iterable[int]) -> list[dict[str, float]
     rows = []
     for seed in seeds:
         problem = small_problem(seed)
-        plan, took = timed(lambda problem=problem: choose(problem))
+        plan, took = timed(partial(choose, problem))
         linear = least_seconds(problem, places=problem.nodes)
         bound, closed = proved(problem, plan, linear, limit)
         rows.append(
@@ -142,7 +143,7 @@ def without_stall(problem: Problem, low: int, high: int) -> tuple[int, list[floa
     while high - low > CLOSE * max(problem.profile()):
         middle = (low + high) // 2
         try:
-            plan, took = timed(lambda middle=middle: choose(replace(problem, budget=middle)))
+            plan, took = timed(partial(choose, replace(problem, budget=middle)))
             seconds.append(took)
             stalls = plan.stall > 1e-6 * problem.starts[-1]
         except BudgetError:
@@ -165,8 +166,8 @@ def at_link(base: Problem, link: int) -> dict[str, Any]:
     budgets = []
     for share in SHARES:
         asked = replace(problem, budget=int(least + share * (peak - least)))
-        plan, took = timed(lambda asked=asked: choose(asked))
-        seconds, solved_s = timed(lambda asked=asked: least_seconds(asked), time.perf_counter)
+        plan, took = timed(partial(choose, asked))
+        seconds, solved_s = timed(partial(least_seconds, asked), time.perf_counter)
         budgets.append(
             {
                 "share": share,

@@ -34,11 +34,12 @@ import hyper_parallel as hp
 from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import paged_out_parameters, registry
-from hyper_parallel.config.train import AdamWConfig
+from hyper_parallel.config.optimizer import AdamWConfig
 from hyper_parallel.graph import executable
 from hyper_parallel.offloading import OffloadTier, Runtime, build_problem
 from hyper_parallel.offloading.schedule.offload_pass import planned
 from hyper_parallel.offloading.tiers import FlashTier, Tier, measure
+from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.capture_train_step import state
 from hyper_parallel.step.recipe import Recipe
@@ -94,7 +95,8 @@ def contestant(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -
     if how.kind == "fsdp":
         return _fsdp(setting, stack)
     recipe = recipe_of(_model(how, setting, "fsdp", "cpu"), LR)
-    layers = list(recipe.model.model.layers)
+    model: Any = recipe.model
+    layers = list(model.model.layers)
     if how.kind == "wrapper":
         for layer in layers:
             layer.forward = _saving_on_cpu(layer.forward)
@@ -204,7 +206,7 @@ def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Ma
     return run, list(tensors.values()), about
 
 
-def _model(how: Contestant, setting: Setting, lowering: str, values: str | None) -> nn.Module:
+def _model(how: Contestant, setting: Setting, lowering: Lowering, values: str | None) -> nn.Module:
     strategy = hp.Strategy(memory={"recompute": "layer" if how.recompute else "none"})
     return build(setting.fields, strategy, lowering=lowering, values=values)
 

@@ -63,6 +63,10 @@ class _Late:
     def done(self) -> bool:
         return self.pending.done() and time.perf_counter() >= self.until
 
+    @property
+    def seconds(self) -> float | None:
+        return None
+
 
 class SavedElsewhere:
     """What autograd saves goes to slots of a tier and comes back: `torch.autograd.graph.save_on_cpu`, into an arena.

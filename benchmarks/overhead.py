@@ -81,7 +81,7 @@ def hand_written_on_four() -> Step:
         module.set_force_sum_reduction_for_comms(True)
     optimizer = optimizer_of(model)
     mine = micro_batch(BATCH, SEQUENCE, VOCABULARY, share=mesh.get_local_rank("shard"), shares=2)
-    by_mesh: dict[int, list[nn.Parameter]] = {}
+    by_mesh: dict[int, list[DTensor]] = {}
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         by_mesh.setdefault(parameter.device_mesh.ndim, []).append(parameter)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from shapes import Fields, llama, run_file
 from torch import Tensor
 
 from hyper_parallel import config
+from hyper_parallel.compat.dispatch import kernel as usual_kernel
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate import cluster_of, predict_run
 from hyper_parallel.graph import execute
@@ -118,9 +120,6 @@ class Links:
         return wait if "wait" in str(operator) else begin
 
 
-usual_kernel = execute.kernel
-
-
 class Run:
     """A pipeline on this worker, step after step on the same batch."""
 
@@ -143,7 +142,7 @@ class Run:
 
 def worker(rank: int, world: int, schedule: str, links: Links, blocks: int) -> dict[str, Any]:
     """The times of steps with and without pairs on one rank, block by block."""
-    execute.kernel = links.kernel
+    mock.patch.object(execute, "kernel", links.kernel).start()
     runs = {name: Run(MEASURED.run(schedule, overlap=name == "with")) for name in ("with", "without")}
     for pipeline in runs.values():
         pipeline.step()

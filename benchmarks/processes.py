@@ -28,7 +28,7 @@ from typing import IO, Any
 from measure import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-TRIMMED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+TRIMMED: dict[str, Any] = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Environment in which large blocks come from the system and go back to it, so that a process holds what its tensors
 hold."""
 
@@ -131,10 +131,10 @@ def workers(
                 process.begin()
             results: dict[int, Any] = {}
             while len(results) < world:
-                left = [process.answers for rank, process in enumerate(ranks) if rank not in results]
+                left = [one.answers.fileno() for rank, one in enumerate(ranks) if rank not in results]
                 ready = wait(left)
                 for rank, process in enumerate(ranks):
-                    if process.answers in ready:
+                    if process.answers.fileno() in ready:
                         results[rank] = process.answer()
         except Died:
             for process in ranks:

@@ -20,7 +20,7 @@ from pages import Benchmark, table
 
 from hyper_parallel.planner.constants import FITTED, Constants
 from hyper_parallel.planner.cost_model.memory import memory
-from hyper_parallel.planner.cost_model.step import open_facts, sum_of
+from hyper_parallel.planner.cost_model.step import open_facts
 from hyper_parallel.planner.error_interval import KINDS
 from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
 from hyper_parallel.planner.fit.cross_validation import (
@@ -34,7 +34,7 @@ from hyper_parallel.planner.fit.cross_validation import (
 from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.fit.published_runs import COMPUTED, evidence
 from hyper_parallel.planner.runs_of_kind import Runs, collected, widening
-from hyper_parallel.planner.table import Array
+from hyper_parallel.planner.table import Array, sum_of
 
 AXES = ("tensor_x", "pipeline", "context", "expert", "zero", "micro")
 WIDE = (0.85, 0.95)
@@ -245,7 +245,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     for name, (limit, side, text) in LIMITS.items():
         met = "" if _met(summary[name], limit, side) else "**missed**"
         counted = f" ({shares[name][0]:,} of {shares[name][1]:,})" if name in shares else ""
-        asked = f"{limit[0]:.0%} to {limit[1]:.0%}" if side == "within" else f"{side} {limit:.0%}"
+        asked = f"{limit[0]:.0%} to {limit[1]:.0%}" if isinstance(limit, tuple) else f"{side} {limit:.0%}"
         yield f"| {text} | {asked} | {summary[name]:.1%}{counted} | {met} |"
     yield ""
     picked = f"{summary['picked_alike']:.1%} ({shares['picked_alike'][0]:,} of {shares['picked_alike'][1]:,})"
@@ -273,11 +273,11 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield f"One constant share of the peak, fitted in the same way, is off by {summary['null']:.0%} in the mean."
     yield ""
-    cells = ("error", "median", "null", "held")
+    columns = ("error", "median", "null", "held")
     yield from table(
         "Source, hardware | rows | median, signed | mean error | median error | null model | in interval",
         (
-            f"| {name} | {one['rows']:,} | {one['bias']:+.1%} | {_percents(one[cell] for cell in cells)} |"
+            f"| {name} | {one['rows']:,} | {one['bias']:+.1%} | {_percents(one[column] for column in columns)} |"
             for name, one in result["groups"].items()
         ),
     )
@@ -329,8 +329,8 @@ def _met(found: float, limit: float | tuple[float, float], side: str) -> bool:
 
 
 def _unseen_lines(groups: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    rows = sum(one["rows"] for one in groups.values())
-    yield f"Of {rows} more runs, of sources that `SOURCES.md` names, no constant is fitted on any:"
+    total = sum(one["rows"] for one in groups.values())
+    yield f"Of {total} more runs, of sources that `SOURCES.md` names, no constant is fitted on any:"
     yield ""
     yield "| | rows | mean error over groups | in interval |"
     yield "|---|---|---|---|"
@@ -365,7 +365,7 @@ def main() -> None:
     runs = evidence(RUNS, RECIPES)
     others = evidence(TRANSCRIBED)
     rows = runs.fitted
-    constants = solve(runs.table.take(rows), runs.seconds[rows], runs.groups[rows])
+    constants = solve(runs.table.take(rows), runs.seconds[rows], runs.groups[rows].tolist())
     told = seconds_of(others.table, constants)
     known = [*_collected(runs), *_collected(others)]
     unseen_residuals = Residuals.of(others, open_facts(others.table, constants, told), known)

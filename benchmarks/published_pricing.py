@@ -10,7 +10,7 @@ within the kernel and is no operator of its own: times are right, numbers are no
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,7 +65,7 @@ class Pricing:
             if run.model.attention == "auto":
                 fuse(model)
             found = predict_run(run, cluster, model=model, fused=self.fused, dispatch=self.dispatch)
-        parts = Counter(found.parts)
+        parts = defaultdict(float, found.parts)
         if self.recomputes_whole and found.pipeline is None:
             trace = found.timeline.trace
             (ops,) = trace.ops.values()

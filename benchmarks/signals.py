@@ -101,7 +101,7 @@ def interrupt(command: Command, out: str, case: dict[str, Any], span: float) -> 
         sent, step = time.monotonic(), max(records(folder, out), default=0)
         if code is None:
             code = command.ended(GRACE_S + 60)
-            row = {
+            row: dict[str, Any] = {
                 "sent_s": round(sent - command.begun, 2),
                 "ended_s": round(time.monotonic() - sent, 2),
                 "code": code,

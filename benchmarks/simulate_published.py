@@ -32,7 +32,6 @@ import hashlib
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -51,11 +50,12 @@ from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.disagreement import disagreement
 from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
+from hyper_parallel.planner.fit.cross_validation import Evidence
 from hyper_parallel.planner.fit.csv_cells import read, records
 from hyper_parallel.planner.fit.csv_rows import RunRow, rows
 from hyper_parallel.planner.fit.map_estimate import solve
 from hyper_parallel.planner.fit.models import shape_of
-from hyper_parallel.planner.fit.published_runs import Evidence, evidence
+from hyper_parallel.planner.fit.published_runs import evidence
 from hyper_parallel.planner.framework_profiles import profile_of
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
@@ -214,7 +214,7 @@ def simulated(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> dict[st
     how = one.pricing
     try:
         if given["pipeline"] != 1:
-            parts = Counter(how.parts(data, cluster, one.id))
+            parts = dict(how.parts(data, cluster, one.id))
         else:
             parts = Layers(one.id, data, cluster, how).parts()
     except HyperParallelError as error:
@@ -239,7 +239,7 @@ class Layers:
     cluster: Cluster
     how: Pricing
 
-    def parts(self) -> Counter[str]:
+    def parts(self) -> dict[str, float]:
         """Seconds of the whole step by part."""
         fields, memory = self.data["model"]["config"], self.data["strategy"]["memory"]
         layers = fields.get("n_layer") or fields["num_hidden_layers"]
@@ -256,7 +256,7 @@ class Layers:
             found = _plus(found, self._of(base + period, period), high, again / period)
         return found
 
-    def _of(self, layers: int, again: int | None) -> Counter[str]:
+    def _of(self, layers: int, again: int | None) -> dict[str, float]:
         data = json.loads(json.dumps(self.data))
         fields, memory = data["model"]["config"], data["strategy"]["memory"]
         fields["n_layer" if "n_layer" in fields else "num_hidden_layers"] = layers
@@ -267,12 +267,17 @@ class Layers:
             memory["recompute"] = "none"
         elif again is not None:
             memory["recompute_layers"] = again
-        return Counter(self.how.parts(data, self.cluster, self.name))
+        return dict(self.how.parts(data, self.cluster, self.name))
 
 
-def _plus(base: Counter[str], more: Counter[str], fewer: Counter[str], times: float) -> Counter[str]:
+def _plus(
+    base: Mapping[str, float], more: Mapping[str, float], fewer: Mapping[str, float], times: float
+) -> dict[str, float]:
     """What `more` has beyond `fewer`, so many times, beside `base`."""
-    return Counter({name: base[name] + times * (more[name] - fewer[name]) for name in {*base, *more, *fewer}})
+    return {
+        name: base.get(name, 0.0) + times * (more.get(name, 0.0) - fewer.get(name, 0.0))
+        for name in {*base, *more, *fewer}
+    }
 
 
 SHOWN = (

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from pages import Benchmark, table
 from torch import Tensor
 
 from hyper_parallel.compat import Backend, backend
-from hyper_parallel.offloading.tiers import FlashTier, HostTier, PoolTier, Tier, measure
+from hyper_parallel.offloading.tiers import FlashTier, HostTier, Pending, PoolTier, Tier, measure
 from hyper_parallel.offloading.tiers.checksum import checksum
 from hyper_parallel.offloading.tiers.flash import PART
 
@@ -45,6 +46,11 @@ def median(times: int, step: Callable[[], object], on: Backend) -> float:
 def speed(count: int, seconds: float) -> dict[str, float]:
     """Of so many bytes."""
     return {"milliseconds": round(seconds * 1e3, 4), "GB_per_s": round(count / seconds / 1e9, 3)}
+
+
+def ended(begin: Callable[[int, Tensor], Pending], slot: int, x: Tensor) -> None:
+    """A copy, until it is over."""
+    begin(slot, x).wait()
 
 
 def of_tier(tier: Tier, on: Backend, times: int) -> dict[str, Any]:
@@ -69,8 +75,8 @@ def of_tier(tier: Tier, on: Backend, times: int) -> dict[str, Any]:
 
         tier.begin_write(1, y[:count]).wait()
         result[f"{count // 2**10} KiB"] = {
-            "out": speed(count, median(times, lambda x=x[:count]: tier.begin_write(0, x).wait(), on)),
-            "back": speed(count, median(times, lambda y=y[:count]: tier.begin_read(1, y).wait(), on)),
+            "out": speed(count, median(times, partial(ended, tier.begin_write, 0, x[:count]), on)),
+            "back": speed(count, median(times, partial(ended, tier.begin_read, 1, y[:count]), on)),
             "both, together": speed(2 * count, median(times, both, on)),
         }
     return result

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
-from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
+from hyper_parallel.config.optimizer import AdamWConfig
+from hyper_parallel.config.train import ScheduleConfig
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
 from hyper_parallel.step.graph_cache import Graphs
@@ -34,13 +36,13 @@ def build(
     fields: Mapping[str, Any],
     strategy: hp.Strategy | None = None,
     *,
-    lowering: str = "traceable",
+    lowering: Lowering = "traceable",
     values: torch.device | str | None = None,
     alone: bool = False,
 ) -> nn.Module:
     """A model of these fields, parallelized; on the meta device where it is given no device for `values`."""
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).train()
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).train()
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_experts_implementation"):
             module.config._experts_implementation = "grouped_mm"  # a loop over experts is no graph

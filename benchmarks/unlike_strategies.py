@@ -104,7 +104,7 @@ def apart_in_order(task: Task, one: Sizes, images: Sequence[Row]) -> Step | None
     hosts = min(one.encoders[0], one.data)
     together, serves = one.encoders[0] // hosts, one.data // hosts
     plain = named_schedule("1f1b", pipeline + 1, count, 1)
-    kinds, orders = [], [[] for _ in range(hosts + one.data * pipeline)]
+    kinds, orders = [], [list[Action]() for _ in range(hosts + one.data * pipeline)]
     busy = 0.0
     for replica, shown_of in enumerate(_in_order(_shown(images), one, count)):
         ranks = [replica // serves, *(hosts + replica * pipeline + stage for stage in range(pipeline))]
@@ -191,7 +191,7 @@ def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def _encoder(task: Task, shown: int, tensor: int) -> Times:
+def _encoder(task: Task, shown: float, tensor: int) -> Times:
     """Of images that are dealt to the tensor ranks of a stage, which gather the features."""
     times = task.costs.encoders[0].seconds(math.ceil(shown / tensor))
     if tensor == 1 or not shown:

@@ -324,9 +324,10 @@ def kinds_of(row: Mapping[str, Any]) -> list[MicroBatchKind]:
     """As `simulated` kept them."""
 
     def costs_of(kept: Mapping[str, Any]) -> Costs:
-        return Costs(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
-        )
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()
+        }
+        return Costs(**fields)
 
     def by_edge(kept: Any) -> dict[tuple[int, int], float]:
         return {(source, target): seconds for source, target, seconds in kept}
@@ -411,7 +412,7 @@ def replayed(name: str, kinds: list[MicroBatchKind]) -> dict[str, Any]:
     scale = REPLAYED_S / step_schedule(apart, groups).makespan
 
     def scaled(costs: Costs) -> Costs:
-        times = {
+        times: dict[str, Any] = {
             key: tuple(scale * one for one in getattr(costs, key))
             for key in ("forward", "backward", "input", "weight")
         }

@@ -93,7 +93,7 @@ def cells() -> dict[str, tuple[str, Case]]:
             for virtual, schedules in ((1, ONE_STAGE), (2, TWO_STAGES)):
                 for schedule in schedules:
                     pipeline = {"schedule": schedule, "virtual": virtual}
-                    strategy = {"axes": {"pipeline": ranks}, "pipeline": pipeline}
+                    strategy: dict[str, Any] = {"axes": {"pipeline": ranks}, "pipeline": pipeline}
                     title = f"{name}, {schedule}, {ranks} ranks × {virtual}"
                     found[title] = "schedules", Case(family(name, ranks * virtual), strategy)
     for part, products in (("products", PRODUCTS), ("large", LARGE)):

@@ -330,8 +330,8 @@ def drawn(seed: int, storages: int = 30, nodes: int = 60, room: int = 2**50, tie
         taken.append(Workspace(at, min(nodes - 1, at + draw.randrange(3)), draw.randrange(1, 2**19)))
     found = []
     for tier in range(tiers):
-        rates = [Rate(draw.choice((0.0, 1e-5)), draw.uniform(0.2, 2.0) * 1e9 / 8**tier) for _ in range(2)]
-        found.append(OffloadTier(("host", "flash", "far")[tier], room, *rates))
+        out, back = (Rate(draw.choice((0.0, 1e-5)), draw.uniform(0.2, 2.0) * 1e9 / 8**tier) for _ in range(2))
+        found.append(OffloadTier(("host", "flash", "far")[tier], room, out, back))
     problem = Problem((0.0, *accumulate(seconds)), tuple(held), tuple(taken), tuple(found), 0)
     return replace(problem, budget=max(problem.profile()))
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.offloading.tiers import HostTier, Pending
+from hyper_parallel.offloading.tiers import HostTier
+from hyper_parallel.offloading.tiers.copies import Copy
 
 
 class Observer(TorchDispatchMode):
@@ -42,8 +44,11 @@ class Observer(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 key = id(storage)
                 if key not in self._known:
-                    self._known[key] = weakref.ref(storage, lambda _, key=key: self._known.pop(key))
+                    self._known[key] = weakref.ref(storage, partial(self._forget, key))
         self.peak = max(self.peak, self.alive)
+
+    def _forget(self, key: int, _: object) -> None:
+        del self._known[key]
 
     @property
     def alive(self) -> int:
@@ -69,9 +74,7 @@ class UnseenHost(HostTier):
     """A host tier whose memory no observer counts as the device's. On a processor both are of one kind, and to begin an
     update on the host makes views of the tier's memory in the thread that computes."""
 
-    def begin_work(
-        self, what: str, slots: Sequence[int], work: Callable[[Sequence[Tensor]], None]
-    ) -> Pending:
+    def begin_work(self, what: str, slots: Sequence[int], work: Callable[[Sequence[Tensor]], None]) -> Copy:
         """As `Workplace`."""
         Observer.looking = False
         try:

@@ -96,7 +96,8 @@ def one_device(case: Case) -> tuple[StepOutcome, Tensors]:
     _correct_routers(model, config)
     if case.evaluates:
         with torch.no_grad():
-            sums = causal_lm_loss(model.eval(), *(batch[key] for key in FIELDS), 1.0)
+            ids, labels, positions = (batch[key] for key in FIELDS)
+            sums = causal_lm_loss(model.eval(), ids, labels, positions, 1.0)
         outcome = replace(outcome, loss=outcome.loss + float(sums))
     return outcome, _buffers(model)
 

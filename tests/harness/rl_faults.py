@@ -43,7 +43,7 @@ def faults(
 ) -> Iterator[list[str]]:
     """Inside, so many signals are sent to workers chosen at random, of groups whose names begin with `groups`; what was
     done, in words."""
-    draw, done, ends = random.Random(seed), [], threading.Event()
+    draw, done, ends = random.Random(seed), list[str](), threading.Event()
 
     def work() -> None:
         while len(done) < count and not ends.wait(draw.uniform(*between_s)):

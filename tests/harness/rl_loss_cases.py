@@ -3,7 +3,7 @@ data, so that a file can hold them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ CLIPS = ("clip_low", "clip_high", "dual_clip", "weight_cap", "kl", "entropy", "r
 
 def policy(batch: Batch, settings: dict[str, Any]) -> Outputs:
     """The policy loss, with the counts of the normalization from the whole batch."""
-    objective = "truncated" if "weight_cap" in settings else "behaviour"
+    objective: Literal["truncated", "behaviour"] = "truncated" if "weight_cap" in settings else "behaviour"
     chosen = {name: settings[name] for name in CLIPS if name in settings}
     normalization = settings["normalization"]
     counted = batch["generated_mask"] if normalization == "dapo" else batch["mask"]

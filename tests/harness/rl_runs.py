@@ -106,7 +106,7 @@ def plain_loop(rank: int, world: int, data: dict[str, Any]) -> dict[str, Tensor]
     rollout = Rollout(config, rollout_model(config, tokenizer, device), tokenizer)
     role = config.roles.rewards
     judge = RewardModel(role, device) if role is not None else None
-    copies = config.roles.rollouts.strategy.axes.replicate
+    copies = config.roles.rollouts.spread.axes.replicate
     rl, task = config.rl, config.task
     for step in range(rl.steps):
         _copy(actor.model, rollout.model)
@@ -128,14 +128,14 @@ def plain_loop(rank: int, world: int, data: dict[str, Any]) -> dict[str, Tensor]
         if judge is not None:
             groups = [found[at : at + rl.group] for at in range(0, len(found), rl.group)]
             scores = judge.scores([[(given[one.row]["prompt"], one.text) for one in own] for own in groups])
-            rewards = [one for group in scores for one in group]
+            rewards = [one for group in scores for one in group if one is not None]
         actor.train([replace(one, reward=reward) for one, reward in zip(found, rewards, strict=True)])
     return whole_weights(actor.model)
 
 
 def expected_weights(config: RLConfig) -> dict[str, Tensor]:
     """The weights at the end of the plain loop, on as many ranks as the actor or a rollout has."""
-    world = max(config.roles.actor.strategy.world, config.roles.rollouts.strategy.world)
+    world = max(config.roles.actor.strategy.world, config.roles.rollouts.spread.world)
     return run_ranks(plain_loop, world, config.model_dump(mode="json"))[0]
 
 

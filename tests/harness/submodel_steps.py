@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,11 +126,11 @@ def run_case(case: SubmodelCase) -> Outcome:
                 one.parameter.grad = None
             loss = parts.forward_backward(batch, arrange=case.arrange)
             norm = handle.grad_norm()
-            owned = [one for one in handle.owned() if one.parameter.grad is not None]
-            gradients = {one.name: handle.gather(one.grad, one.layout).clone() for one in owned}
+            owned = [(one, grad) for one in handle.owned() if (grad := one.grad) is not None]
+            gradients = {one.name: handle.gather(grad, one.layout).clone() for one, grad in owned}
             with torch.no_grad():
-                for one in owned:
-                    one.local.sub_(RATE * one.grad)
+                for one, grad in owned:
+                    one.local.sub_(RATE * grad)
         evaluated += [float(parts.evaluate(batch))] if case.evaluates else []
     except HyperParallelError as error:
         return Outcome(refused=str(error))
@@ -170,7 +171,7 @@ def compared(one: Outcome, ranks: Sequence[Outcome]) -> Compared:
     """What the ranks have beside one device."""
     refused = next((found.refused for found in ranks if found.refused), "")
     if refused:
-        return Compared(*[float("inf")] * 4, (), "", refused)
+        return Compared(math.inf, math.inf, math.inf, math.inf, (), "", refused)
     largest = max(float(x.abs().max()) for x in one.gradients.values())
     missing = []
     worst = {"gradients": 0.0, "values": 0.0}

@@ -50,7 +50,11 @@ def updates(seed: int, rows: int, length: int, settings: dict[str, Any], epochs:
     torch.manual_seed(seed)
     words = tokenizer()
     prompts = torch.randint(3, WORDS, (rows, 2)).tolist()
-    scored = {"heads": "LlamaForSequenceClassification", "num_labels": 1, "initializer_range": 0.4}
+    scored: dict[str, Any] = {
+        "heads": "LlamaForSequenceClassification",
+        "num_labels": 1,
+        "initializer_range": 0.4,
+    }
     trainer = PPOTrainer(
         args=PPOConfig(
             output_dir=tempfile.mkdtemp(),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from docs_site import schema_tree as tree
 from hyper_parallel.config import yaml12
@@ -18,7 +19,7 @@ from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.run import RunConfig
 from hyper_parallel.errors import ConfigError
 
-KINDS = {"run": RunConfig, "rl": RLConfig, "generation": GenerateConfig}
+KINDS: dict[str, type[BaseModel]] = {"run": RunConfig, "rl": RLConfig, "generation": GenerateConfig}
 """The kinds of files that have a page."""
 CHOSEN = Path(__file__).with_name("examples.yaml")
 _MARKS = {"rl": {"roles", "rl", "task"}, "generation": {"inference", "workload"}}

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -134,7 +135,7 @@ def checkpoints(seed: int, count: int, root: Path) -> Iterator[Outcome]:
             path = folder / "run" / pristine.name
             case(path, canary)
             arguments = ["export", str(path), str(folder / "exported")]
-            yield attempt("checkpoint", name, folder, lambda a=arguments: command(a), ["exported"])
+            yield attempt("checkpoint", name, folder, partial(command, arguments), ["exported"])
 
 
 def models(seed: int, count: int, root: Path) -> Iterator[Outcome]:
@@ -155,9 +156,7 @@ def models(seed: int, count: int, root: Path) -> Iterator[Outcome]:
                 case(folder / "model")
                 file = folder / "run.yaml"
                 file.write_text(_MODEL.format(folder=folder))
-                yield attempt(
-                    "model folder", name, folder, lambda file=file: _told(lambda: _fill(file)), ["cache"]
-                )
+                yield attempt("model folder", name, folder, partial(_told, partial(_fill, file)), ["cache"])
     finally:
         dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ from harness.hostile.replaced import replace
 from hyper_parallel.checkpoint import Piece, Writer
 from hyper_parallel.layout import Layout, Mesh
 
-Case = Callable[[Path, Path], None]
+Case = Callable[[Path, Path], object]
 """Changes the checkpoint in a folder; the second path is a folder that nothing may be written to."""
 MESH = Mesh(("shard", 2))
 CONFIG = {
@@ -249,7 +249,7 @@ def nested(depth: int) -> Any:
 
 
 def _raw(name: str, data: bytes) -> Case:
-    return lambda path, canary: (path / name).write_bytes(data) and None
+    return lambda path, canary: (path / name).write_bytes(data)
 
 
 CASES: dict[str, Case] = {

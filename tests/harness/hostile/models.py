@@ -17,7 +17,7 @@ import torch
 from harness.hostile.replaced import replace
 from hyper_parallel.data.tokenizer import trained
 
-Case = Callable[[Path], None]
+Case = Callable[[Path], object]
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ def field(name: str, value: Any) -> Case:
 def holds(name: str, content: bytes | str | Any) -> Case:
     """A file of this content, as JSON unless it is bytes."""
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return lambda folder: (folder / name).write_bytes(data) and None
+    return lambda folder: (folder / name).write_bytes(data)
 
 
 def index(content: Any) -> Case:

@@ -18,13 +18,13 @@ model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_
 data: {train: text.txt, sequence: 32}
 trackers: []
 """
-Case = Callable[[Path], None]
+Case = Callable[[Path], object]
 
 
 def text(content: str | bytes) -> Case:
     """A run file of this content."""
     data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    return lambda folder: (folder / "run.yaml").write_bytes(data) and None
+    return lambda folder: (folder / "run.yaml").write_bytes(data)
 
 
 def also(content: str) -> Case:

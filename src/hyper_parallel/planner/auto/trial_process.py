@@ -147,7 +147,7 @@ def work(there: Connection, text: str, place: Place) -> None:
         )
         config = RunConfig.model_validate_json(text)
         built = build(config, None, device)
-        step = _step(config, built, device)
+        step = step_of(config, built, device)
 
         def seconds() -> float:
             dist.barrier()
@@ -170,7 +170,7 @@ def work(there: Connection, text: str, place: Place) -> None:
             built.budget.close()
 
 
-def _step(config: RunConfig, built: Built, device: torch.device) -> Callable[[], None]:
+def step_of(config: RunConfig, built: Built, device: torch.device) -> Callable[[], None]:
     """One training step of a run, as `train` does it, on the same batch each time. Errors are those of `train`."""
     handle = sharded(built.model)
     recipe = recipe_of(config, built, handle, device)
