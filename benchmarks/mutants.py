@@ -249,13 +249,20 @@ def judge(mutant: Mutant, tests: list[str], clone: Path, timeout: float) -> dict
     original = file.read_bytes()
     began = time.monotonic()
     try:
-        file.write_bytes(original[: mutant.start] + mutant.after.encode() + original[mutant.end :])
+        _write(file, original[: mutant.start] + mutant.after.encode() + original[mutant.end :])
         code, output = run_tests(tests, clone, timeout)
     finally:
-        file.write_bytes(original)
+        _write(file, original)
     failed = [line.split(" - ")[0].split(" ", 1)[1] for line in output.splitlines() if FAILED.match(line)]
     by = failed[0] if failed else "" if code == 0 else output.strip()[-300:]
     return {"caught": code != 0, "by": by, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Replace a source file and forget its bytecode, which Python tells from the source by its second and size."""
+    file.write_bytes(content)
+    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
+        compiled.unlink()
 
 
 def run_tests(tests: list[str], clone: Path, timeout: float) -> tuple[int, str]:
@@ -273,7 +280,7 @@ def run_tests(tests: list[str], clone: Path, timeout: float) -> tuple[int, str]:
         *tests,
     ]
     path = os.pathsep.join(str(clone / part) for part in ("src", "tests"))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     shutil.rmtree(clone / ".cache", ignore_errors=True)  # what passed without the mutant
     with subprocess.Popen(
         command,
@@ -303,6 +310,7 @@ def judge_all(
     """Judge each mutant, in as many processes as there are clones; then run the tests that failed without a mutant."""
     verdicts: dict[str, dict[str, object]] = json.loads(out.read_text()) if out.exists() else {}
     waiting = [mutant for mutant in mutants if str(mutant.number) not in verdicts]
+    waiting.sort(key=lambda mutant: sum(costs.get(test, 0.0) for test in reached[str(mutant.number)]))
     lock = threading.Lock()
 
     def work(clone: Path) -> None:
@@ -358,7 +366,7 @@ def main() -> None:
     one.add_argument(
         "clones", type=Path, nargs="+", help="copies of the tree, without probes; one process in each"
     )
-    one.add_argument("--timeout", type=float, default=500, help="seconds for the tests of a mutant")
+    one.add_argument("--timeout", type=float, default=2000, help="seconds for the tests of a mutant")
     one.add_argument("--costs", type=Path, help="test to seconds, as JSON: the cheapest tests run first")
     arguments = parser.parse_args()
     if arguments.command == "draw":
@@ -374,7 +382,8 @@ def main() -> None:
     elif arguments.command == "judge":
         costs = json.loads(arguments.costs.read_text()) if arguments.costs else {}
         reached = json.loads(arguments.reached.read_text())
-        judge_all(mutants, reached, costs, arguments.clones, arguments.timeout, arguments.verdicts)
+        clones = [clone.resolve() for clone in arguments.clones]
+        judge_all(mutants, reached, costs, clones, arguments.timeout, arguments.verdicts)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.calibrate import fit
+from hyper_parallel.calibrate import fit, run
 from hyper_parallel.calibrate.collectives import fit as fit_collective
 from hyper_parallel.calibrate.collectives import group_sizes
 from hyper_parallel.calibrate.results import Results, averaged
 from hyper_parallel.cluster.collective_cost import FORMS, form
+from hyper_parallel.cluster.measured import CopyTable
 
 
 @pytest.mark.parametrize("kind", sorted(set(FORMS) - {"barrier"}))
@@ -23,13 +24,15 @@ def test_the_fit_finds_the_latency_and_bandwidth_of_a_closed_form(kind: str) -> 
 def test_without_latency_the_fit_is_the_best_bandwidth() -> None:
     points = {2**10: 1e-7, 2**20: 1e-2, 2**21: 3e-2}
 
+    closed = form("all_reduce")
+
     def off(bandwidth: float) -> float:
-        closed = form("all_reduce")
         return sum((closed(4, size, 0.0, bandwidth) / seconds - 1) ** 2 for size, seconds in points.items())
 
     latency, bandwidth, residual = fit_collective("all_reduce", 4, points)
     assert latency == 0
-    assert residual > 0
+    errors = [abs(closed(4, size, 0.0, bandwidth) / seconds - 1) for size, seconds in points.items()]
+    assert residual == pytest.approx(sum(errors) / len(errors))
     assert off(bandwidth) < min(off(bandwidth * 1.01), off(bandwidth / 1.01))
 
 
@@ -55,6 +58,14 @@ def test_a_table_of_bytes_takes_the_launch_from_the_smallest_sizes() -> None:
     table = fit.memory_table(points, 2e10, 0.0, kind="copy", op="", dtype="", layout="")
     assert table.launch == pytest.approx(3e-6, rel=1e-4)
     assert [share for _, share in table.points] == pytest.approx([0.5, 0.5, 0.5], rel=1e-3)
+
+
+def test_a_tier_has_both_directions() -> None:
+    out = CopyTable("device", "host", ((1e6, 1e-3),))
+    back = CopyTable("host", "device", ((1e6, 5e-4), (4e6, 1e-3)))
+    tier = run._tier("host", 1e9, "device", (out, back))
+    assert tier is not None and (tier.read, tier.write) == (4e9, 1e9)
+    assert run._tier("host", 1e9, "device", (out,)) is None
 
 
 def test_workers_are_averaged_and_what_only_some_measured_is_left_out() -> None:

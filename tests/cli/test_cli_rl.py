@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from harness.forked_command import CommandProcess, run_command
+from hyper_parallel.cli.main import command as command_line
+from hyper_parallel.rl.role_split import resolve
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo-sort.yaml"
 SMALL = (
@@ -54,6 +57,15 @@ def test_a_plan(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "add roles=auto to have them chosen" in refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise resolve.Stopped
+
+    monkeypatch.setattr(resolve, "plan_split", stopped)
+    ended = CliRunner().invoke(command_line, ["rl", str(EXAMPLE), f"out={tmp_path}", "roles=auto", "--plan"])
+    assert ended.exit_code == 130, ended.output
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto.machine import FORM, machine_of, measured, named
+from hyper_parallel.planner.auto.query import workload_of
 
 
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +51,12 @@ def test_several_machines_have_links_that_nobody_measured(tmp_path: Path) -> Non
         machine_of(run_file(tmp_path), worker, lambda _: None)
     run = run_file(tmp_path, {"axes": "auto", "cluster": "h100x8"})
     assert machine_of(run, worker, lambda _: None).name == "h100x8"
+
+
+def test_a_vocabulary_is_the_tokenizers_that_will_be_trained(tmp_path: Path) -> None:
+    run = run_file(tmp_path)
+    assert run.model.config is not None
+    assert workload_of(run).shape.vocabulary == run.model.config["vocab_size"]
+    fields = {key: value for key, value in run.model.config.items() if key != "vocab_size"}
+    other = run.model_copy(update={"model": run.model.model_copy(update={"config": fields})})
+    assert workload_of(other).shape.vocabulary == run.data.tokenizer.trained_size

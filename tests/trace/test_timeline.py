@@ -167,3 +167,13 @@ def test_figures_are_means_over_ranks() -> None:
     assert timeline.computing == 24
     assert timeline.bubbles.fill_drain == pytest.approx(9)
     assert timeline.by_phase()["forward"].compute == 8
+
+
+def test_what_is_resident_is_the_peak_where_nothing_is_allocated() -> None:
+    """From the beginning on."""
+    ops = Ops()
+    ops.kernel("mm", 4)
+    timeline = simulate(trace(ops, resident=[Bytes(1, 40, "parameter")], model_flops=9), toy())
+    peak = timeline.peak
+    assert (peak.time, peak.bytes) == (0.0, 40)
+    assert [(one.held.bytes, one.op, one.since) for one in peak.alive] == [(40, None, 0.0)]

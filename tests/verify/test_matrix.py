@@ -57,6 +57,24 @@ def test_a_crash_is_wrong() -> None:
     assert judged("f", "s", crash) == Cell("f", "s", "wrong", torch.inf, torch.inf, "RuntimeError: no")
 
 
+def test_the_page_has_a_row_for_each_strategy_and_every_refusal() -> None:
+    cells = [
+        Cell("llama", "tensor 2", "right", 2e-7, 0.0),
+        Cell("mixtral", "tensor 2", "wrong", 0.5, 0.0, "gradient of x"),
+        Cell("mixtral", "expert 2", "refused", 0.0, 0.0, "odd experts"),
+    ]
+    lines = markdown(cells, "the command").splitlines()
+    assert "Written by `the command`: 1 right, 1 refused, 1 wrong, of 3." in lines
+    at = lines.index("| | llama | mixtral |")
+    assert lines[at + 1 : at + 4] == [
+        "|---|---|---|",
+        "| tensor 2 | 2e-07 | wrong |",
+        "| expert 2 | · | refused |",
+    ]
+    assert "- **mixtral** under expert 2: odd experts" in lines
+    assert "- **mixtral** under tensor 2: gradient of x" in lines
+
+
 def test_more_ranks_than_a_vocabulary_has_chunks() -> None:
     """131 rows in chunks of 9: the last of 16 ranks has none."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 64}

@@ -1,0 +1,53 @@
+"""What one worker cannot plan, none runs, and each says what it knows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_parallel.errors import BudgetError, FollowsError
+from hyper_parallel.offloading.autograd.rank_agreement import agreed
+
+
+def among(*others: tuple[int, int]) -> Any:
+    """A handle whose other ranks told these two numbers."""
+
+    def all_reduce(told: torch.Tensor, names: Any, how: str) -> torch.Tensor:
+        assert how == "max"
+        return torch.stack([told, *map(torch.tensor, others)]).amax(0)
+
+    mesh = SimpleNamespace(world=1 + len(others), names=("shard",))
+    return SimpleNamespace(mesh=mesh, device="cpu", all_reduce=all_reduce)
+
+
+def refuses(floor: int | None) -> Any:
+    def make() -> None:
+        raise BudgetError("too small", floor=floor)
+
+    return make
+
+
+def test_all_succeed() -> None:
+    assert agreed(among((0, 0)), lambda: 7) == 7
+
+
+def test_the_least_budget_is_enough_for_every_rank() -> None:
+    with pytest.raises(BudgetError, match=r"too small; another worker needs more: 3.0 KiB") as found:
+        agreed(among((0, 0), (1, 3072)), refuses(1024))
+    assert found.value.floor == 3072
+    with pytest.raises(BudgetError, match=r"^too small$") as found:
+        agreed(among((1, 512)), refuses(1024))
+    assert found.value.floor == 1024
+
+
+def test_another_error_is_the_ranks_own() -> None:
+    def make() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        agreed(among((1, 512)), make)
+    with pytest.raises(FollowsError, match="no plan on another worker"):
+        agreed(among((1, 0)), lambda: 7)
