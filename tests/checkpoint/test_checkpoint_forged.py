@@ -74,6 +74,9 @@ def test_the_state_of_a_run_is_validated(tmp_path: Path, state: dict[str, Any]) 
     forge = hostile_checkpoints.marker
     forge(lambda body: body["state"].update(GOOD_STATE))(path, path)
     assert read_state(path)["run"]["step"] == 3
+    nothing_yet = {**GOOD_STATE["run"], "step": 0, "consumed": 0, "tokens": 0}
+    forge(lambda body: body["state"].update({**GOOD_STATE, "run": nothing_yet}))(path, path)
+    assert read_state(path)["run"]["step"] == 0
     forge(lambda body: body["state"].update(state))(path, path)
     with pytest.raises(CheckpointError, match="its state is none that a training run writes"):
         read_state(path)

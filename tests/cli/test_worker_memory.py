@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel import config
-from hyper_parallel.cli.worker_memory import check_memory
+from hyper_parallel.cli.worker_memory import _available, check_memory
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.proc import MEMORY, bytes_in
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 LARGE = (
@@ -24,6 +25,12 @@ def test_a_model_that_cannot_fit_is_refused_with_both_numbers() -> None:
         ConfigError, match=r"64 CPU workers on this machine need at least .* 24.0 GiB are avail"
     ):
         check_memory(run, 24 * GIB)
+
+
+def test_what_is_available_is_what_the_system_says() -> None:
+    found, free = _available(), bytes_in(MEMORY, "MemAvailable")
+    assert found is not None and free is not None
+    assert 0.5 * free < found < bytes_in(MEMORY, "MemTotal") + bytes_in(MEMORY, "SwapTotal")  # type: ignore[operator]
 
 
 def test_what_fits_is_not_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hyper_parallel.estimate.pipeline_timeline import Ends, PipelineStep, pipeline_step
@@ -188,3 +190,14 @@ def test_the_chart_has_a_row_for_each_group_and_its_tasks_with_numbers() -> None
     assert drawn.count('<rect class="idle-drain"') == 3
     assert "<title>input gradients of micro-batch 7 in stage 0: " in drawn
     assert "predicted" in drawn
+
+
+def test_a_task_has_its_number_where_it_is_wide_enough() -> None:
+    for micro_batches in (4, 200):
+        _, timeline = _step(named_schedule("1f1b-split", 2, micro_batches))
+        drawn = gantt(timeline)
+        task = r'<rect class="task-[fiw]"[^>]* width="([0-9.]+)"[^>]*><title>[^<]*micro-batch (\d+) '
+        widths = re.findall(task, drawn)
+        assert len(widths) == 2 * 3 * micro_batches
+        wide = [number for width, number in widths if float(width) >= 5 + 6 * len(number)]
+        assert re.findall(r"<text x=[^>]*>(\d+)</text>", drawn) == wide

@@ -75,6 +75,8 @@ def test_figures_add_up_and_codes_have_names() -> None:
     assert axes(found[1].strategy) == "shard 64"
     assert settings(found[1].strategy) == "micro 1, ZeRO-3, recompute full"
     assert order(found[0].strategy) == "tensor_x < data"
+    on_host = {**found[1].strategy, "state_on_host": 1.0, "weights_on_host": 0.25}
+    assert settings(on_host) == "micro 1, ZeRO-3, recompute full, state and 25% of weights on host"
 
 
 def test_cost_is_of_all_devices_over_all_tokens() -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from harness.modules import BROKEN, RIGHT, RULES, WIDTH, Model
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.alike_layers import described
 from hyper_parallel.shard.parallelize import _on_simulated_ranks as spread
 from hyper_parallel.shard.plan import make_plan
-from hyper_parallel.shard.region_check import advice, check, outcome, randomness
+from hyper_parallel.shard.region_check import advice, check, outcome, randomness, reduced_model
 from hyper_parallel.shard.region_check.reduced_model import Reduced
 from hyper_parallel.shard.region_check.sample_inputs import SeenCall
 from hyper_parallel.strategy import Strategy
@@ -27,6 +28,28 @@ ADVISED = ("softmax", "shared scalar", "packed halves")
 def _found(between: str, modules: dict[str, object] = BROKEN) -> Reduced | str | None:
     model = Model(modules[between])  # type: ignore[arg-type]
     return check._on_a_copy(model, TENSOR, make_plan(model, TENSOR), [CALL], spread)
+
+
+def test_a_calls_rows_are_those_of_its_first_tensor() -> None:
+    handle = spread(nn.Linear(2, 2), Strategy())
+    for arguments, rows in (
+        ((torch.zeros(3, 2),), 3),
+        ((torch.tensor(1.0), torch.zeros(3)), 1),
+        (("text",), 1),
+    ):
+        assert SeenCall.of(arguments, {}).rows(handle).tolist() == list(range(rows))
+
+
+def test_only_the_layers_that_are_copied_count_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module that is no Transformers model; the layers that are left out have no memory."""
+    model = nn.Sequential(nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
+    layer = sum(one.numel() for one in model[0][0].parameters())
+    monkeypatch.setattr(reduced_model, "LARGEST", 2 * layer)
+    made = reduced_model._from_module(model, 2)
+    assert len(made.get_submodule("0")) == 2 and len(model[0]) == 4
+    monkeypatch.setattr(reduced_model, "LARGEST", 2 * layer - 1)
+    with pytest.raises(StrategyError, match=f"a copy of {2 * layer} parameters is too large"):
+        reduced_model._from_module(model, 2)
 
 
 @pytest.mark.parametrize("between", BROKEN)

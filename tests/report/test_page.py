@@ -82,6 +82,12 @@ def test_its_data_are_the_timelines(timeline: Timeline) -> None:
             round(s.start * 1e9) for s in timeline.spans if s.engine == lane["name"] and s.end > s.start
         ]
         assert [sum(lane["t"][: place + 1]) for place in range(len(lane["t"]))] == sorted(starts)
+        late = [
+            round(s.start * 1e9) - round(s.ready * 1e9) if s.op.collective else 0
+            for s in sorted(timeline.spans, key=lambda s: (s.start, s.op.index))
+            if s.engine == lane["name"] and s.end > s.start
+        ]
+        assert lane.get("w", [0] * len(late)) == late
     names = data["names"]
     labels = [[names[at] for at in row] for row in data["labels"]]
     assert ["gate", "model.layers.0.mlp", "forward", "matmul"] in [label[:4] for label in labels]

@@ -162,6 +162,16 @@ def test_expected_experts() -> None:
     assert popular > distinct_experts(64, 4, 50, 1.0, first=32)
 
 
+def test_weights_and_contexts_are_copied_beside_each_other() -> None:
+    model, load = of_shape(TOY), PassLoad.decode(4, 256)
+    weights, contexts, both = (
+        PassPricer(model, cluster(), split).price(load).copied
+        for split in (TierSplit(layers=3), TierSplit(contexts=0.5), TierSplit(layers=3, contexts=0.5))
+    )
+    assert min(weights, contexts) > 0
+    assert both == pytest.approx(weights + contexts)
+
+
 def test_experts_that_no_token_chooses_cost_nothing() -> None:
     few = PassLoad.decode(1, 64)
     model = of_shape(EXPERTS)
