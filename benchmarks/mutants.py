@@ -4,6 +4,7 @@
     python benchmarks/mutants.py instrument mutants.json CLONE RECORDS    # then run its suite, see below
     python benchmarks/mutants.py reach mutants.json RECORDS reach.json    # which tests came to each mutated line
     python benchmarks/mutants.py judge mutants.json reach.json verdicts.json CLONE ...
+    python benchmarks/mutants.py keep mutants.json verdicts.json [MORE ...]   # with verdicts of further tests
 
 A mutant replaces one expression: a comparison by its neighbour, an operator by another, a condition by its opposite, a
 number by the next, True by False, a called statement by nothing. Expressions are those of functions' bodies; each
@@ -32,6 +33,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from measure import write
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src/hyper_parallel")
@@ -344,6 +347,22 @@ def judge_all(
     print(f"{caught} of {len(verdicts)} mutants caught")
 
 
+def keep(mutants: list[Mutant], verdicts: list[Path]) -> None:
+    """Write the result: how many each set of verdicts catches that those before let pass, and what all let pass."""
+    left, caught = {str(mutant.number): mutant for mutant in mutants}, []
+    for file in verdicts:
+        found = json.loads(file.read_text())
+        noticed = [number for number in left if found.get(number, {}).get("caught")]
+        caught.append({"verdicts": file.stem, "judged": len(found), "caught": len(noticed)})
+        for number in noticed:
+            del left[number]
+    survivors = [
+        {"file": one.file, "line": one.line, "before": one.before, "after": one.after}
+        for one in left.values()
+    ]
+    write("mutants", {"mutants": len(mutants), "caught": caught, "survivors": survivors})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -368,6 +387,9 @@ def main() -> None:
     )
     one.add_argument("--timeout", type=float, default=2000, help="seconds for the tests of a mutant")
     one.add_argument("--costs", type=Path, help="test to seconds, as JSON: the cheapest tests run first")
+    one = commands.add_parser("keep")
+    one.add_argument("mutants", type=Path)
+    one.add_argument("verdicts", type=Path, nargs="+")
     arguments = parser.parse_args()
     if arguments.command == "draw":
         drawn = draw(arguments.seed, arguments.count, arguments.least)
@@ -379,6 +401,8 @@ def main() -> None:
         instrument(mutants, arguments.clone, arguments.records)
     elif arguments.command == "reach":
         arguments.out.write_text(json.dumps(reach(mutants, arguments.records), indent=1))
+    elif arguments.command == "keep":
+        keep(mutants, arguments.verdicts)
     elif arguments.command == "judge":
         costs = json.loads(arguments.costs.read_text()) if arguments.costs else {}
         reached = json.loads(arguments.reached.read_text())
