@@ -149,6 +149,8 @@ def test_counts_that_are_not_the_models_are_refused() -> None:
         layer_stages("model.layers", (2, 3), step)
     with pytest.raises(StrategyError, match=r"places 3 layers, and the model has more: model.layers.3"):
         partition(step, layer_stages("model.layers", (2, 1)), 2)
+    with pytest.raises(StrategyError, match=r"leaves stage 1 without layers; only the first and the last"):
+        layer_stages("model.layers", (1, 0, 3))
     with pytest.raises(StrategyError, match=r"leaves an end stage without layers"):
         layer_stages("model.layers", (4, 0))
     with pytest.raises(StrategyError, match=r"no module of 'model.blocks' computes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -17,7 +18,7 @@ from harness.programs import (
     random_program,
     stage_tasks,
 )
-from hyper_parallel.errors import ProgramError
+from hyper_parallel.errors import ProgramError, StrategyError
 from hyper_parallel.program import (
     Program,
     Recv,
@@ -41,6 +42,20 @@ def test_1f1b_with_any_number_of_micro_batches_is_accepted(
 ) -> None:
     """Fewer micro-batches than stages too, which torchtitan 775 hangs on and torch refuses since."""
     verify(program_of(one_forward_one_backward(stages, micro_batches), depth=depth, tied=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("groups", "task .* runs on group 'g1', which the program does not have: it has g0$"),
+        ("ports", "task .* names port '.*', which the program does not have"),
+    ],
+)
+def test_a_task_names_what_the_program_has(part: str, words: str) -> None:
+    program = program_of(one_forward_one_backward(2, 3))
+    some = dict([next(iter(getattr(program, part).items()))])
+    with pytest.raises(StrategyError, match=words):
+        dataclasses.replace(program, **{part: some})
 
 
 def test_random_programs_are_accepted() -> None:
