@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
-from hyper_parallel.layout import Layout, Mesh
+from hyper_parallel.layout import Fold, Layout, Mesh
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.process_mesh import ProcessMesh
@@ -150,3 +150,20 @@ def _check_transpose(axis: Axis, name: str, source: torch.Tensor, length: int) -
             expected = {"copy": 4.0, "gather_sum": 4.0}.get(name, 2.0)
             assert gradient.shape == on_rank(source, rank).shape
             assert bool((gradient == expected).all()), (name, rank, gradient)
+
+
+@pytest.mark.parametrize(
+    "joint", [("x",), ("z",), ("x", "z"), ("x", "y"), ("y", "z"), ("x", "y", "z"), ("x", "outer")]
+)
+def test_ranks_of_a_joint_of_folds_differ_in_these_folds_only(joint: tuple[str, ...]) -> None:
+    over = ("a", "b")
+    folds = {"x": Fold(over, 2), "y": Fold(over, 3, stride=2), "z": Fold(over, 2, stride=6)}
+    mesh = Mesh(("outer", 2), ("a", 4), ("b", 3), folds=folds)
+    seen = {
+        rank: tuple(
+            mesh.index(name, mesh.coordinate(rank)) for name in ("outer", *folds) if name not in joint
+        )
+        for rank in range(mesh.world)
+    }
+    expected = {tuple(rank for rank in seen if seen[rank] == key) for key in seen.values()}
+    assert set(mesh.groups("*".join(joint))) == expected
