@@ -58,6 +58,28 @@ class Called(Residual):
         return self.head(functional.dropout(x + self.down2(q.transpose(1, 2).flatten(2)), 0.2))
 
 
+class Layers(nn.Sequential):
+    """A model of torch's own modules alone, as `nn.Sequential` is."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Embedding(13, 12), nn.Linear(12, 20), nn.Dropout(0.25), nn.Linear(20, 12), nn.Dropout(0.5)
+        )
+
+
+Layers.__module__ = nn.Sequential.__module__
+
+
+@pytest.mark.parametrize("axes", [{"replicate": 2}, {"shard": 2}, {"tensor": 2}])
+def test_a_model_whose_own_code_drops_nothing(axes: dict[str, int]) -> None:
+    rules = {"1": "colwise", "3": "rowwise"} if "tensor" in axes else {}
+    loss, expected = plain_step(Strategy(), "traceable", Layers)
+    got_loss, got = on_ranks(Strategy(axes=axes, rules=rules), Layers)
+    assert got_loss == pytest.approx(loss, rel=1e-5)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 3}, {"shard": 2, "tensor": 2}, {"replicate": 2}])
 def test_numbers_in_the_code(axes: dict[str, int]) -> None:
     loss, expected = plain_step(Strategy(), "traceable", Called)
