@@ -44,12 +44,12 @@ def test_only_the_layers_that_are_copied_count_as_large(monkeypatch: pytest.Monk
     """Of a module that is no Transformers model; the layers that are left out have no memory."""
     model = nn.Sequential(nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
     layer = sum(one.numel() for one in model[0][0].parameters())
-    monkeypatch.setattr(reduced_model, "LARGEST", 2 * layer)
-    made = reduced_model._from_module(model, 2)
-    assert len(made.get_submodule("0")) == 2 and len(model[0]) == 4
-    monkeypatch.setattr(reduced_model, "LARGEST", 2 * layer - 1)
-    with pytest.raises(StrategyError, match=f"a copy of {2 * layer} parameters is too large"):
-        reduced_model._from_module(model, 2)
+    monkeypatch.setattr(reduced_model, "LARGEST", layer)
+    made = reduced_model._from_module(model, 1)
+    assert len(made.get_submodule("0")) == 1 and len(model[0]) == 4
+    monkeypatch.setattr(reduced_model, "LARGEST", layer - 1)
+    with pytest.raises(StrategyError, match=f"a copy of {layer} parameters is too large"):
+        reduced_model._from_module(model, 1)
 
 
 @pytest.mark.parametrize("between", BROKEN)
