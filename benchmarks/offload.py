@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import offload_peers as peers
@@ -71,7 +72,7 @@ POLICIES: dict[str, Callable[[peers.Case], peers.Point]] = {
     "save_on_cpu (and offload_wrapper)": peers.save_on_cpu,
     "activations a layer ahead": peers.layer_ahead,
     "CPUOffloadPolicy": peers.cpu_offload,
-    "CPUOffloadPolicy, layer recompute": peers.cpu_offload_recomputed,
+    "CPUOffloadPolicy, layer recompute": partial(peers.cpu_offload, recompute=True),
 }
 
 
