@@ -1,5 +1,4 @@
-"""What the C library's allocator has given out to tensors, in processes into which `allocations.c` is loaded (LD_PRELOAD)
-before the C library.
+"""What the C library's allocator has given out to tensors, in processes with `allocations.c` in LD_PRELOAD.
 
 `Allocations` reads its count after each operator, when whatever the operator's kernel took for itself is given back;
 `most` is the allocator's own high-water mark, with the memory of kernels.
