@@ -146,11 +146,10 @@ def optimum(trace: Sequence[Request], room: int) -> int:
     for place in reversed(range(len(trace))):
         following.append([after.get(key, len(trace)) for key in trace[place]])
         after.update(dict.fromkeys(trace[place], place))
-    following.reverse()
     cached: dict[Hashable, int] = {}
     order: list[tuple[int, int, Hashable]] = []
     found = count = 0
-    for request, nexts in zip(trace, following, strict=True):
+    for request, nexts in zip(trace, reversed(following), strict=True):
         whole = True
         for key in request:
             whole = whole and key in cached
@@ -191,18 +190,17 @@ def main() -> None:
     for name, make in TRACES.items():
         trace = make(random.Random(f"trace of {name}"))
         counts = Counter(key for request in trace for key in request)
-        tokens = counts.total()
-        again = sum(count > 1 for count in counts.values())
-        shown: dict[str, Any] = {"trace": name, "requests": len(trace), "tokens": tokens * PAGE}
+        pages = counts.total()
+        about: dict[str, Any] = {"trace": name, "requests": len(trace), "tokens": pages * PAGE}
         for share in SHARES:
-            room = int(share * again)
+            room = int(share * sum(count > 1 for count in counts.values()))
             found = {
                 "lru": hits(trace, room, Lru()),
                 "predicted": hits(trace, room, PredictedUse()),
                 "belady": optimum(trace, room),
             }
-            rates = {policy: round(100 * count / tokens, 2) for policy, count in found.items()}
-            rows.append({**shown, "pages": room, "share": share, **rates})
+            rates = {policy: round(100 * count / pages, 2) for policy, count in found.items()}
+            rows.append({**about, "pages": room, "share": share, **rates})
             print(rows[-1], flush=True)
     BENCHMARK.keep({"page": PAGE, "rows": rows})
 

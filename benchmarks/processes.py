@@ -116,7 +116,7 @@ def fresh(function: Callable[..., Any], *arguments: Any, threads: int = 1, **env
 def survived(function: Callable[..., dict[str, Any]], *arguments: Any, **environment: str) -> dict[str, Any]:
     """What `fresh` gives; `died`, an exit code, and `said`, the last line, where it fails."""
     try:
-        return dict(fresh(function, *arguments, **environment))
+        return dict(fresh(function, *arguments, threads=1, **environment))
     except Died as died:
         return {"died": died.code, "said": died.said}
 
