@@ -88,7 +88,6 @@ def _reference(model: Any, prompt: list[int]) -> tuple[list[int], list[Any]]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The part of docs/inference.md."""
     by = defaultdict(list)
     for family, of in sorted(result["families"].items()):
         by[of["outcome"]].append((family, of["detail"]))

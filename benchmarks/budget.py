@@ -32,16 +32,7 @@ from pages import Benchmark
 from processes import TRIMMED, fresh, scratch
 from shapes import with_layers
 from torch import Tensor, nn
-from training import (
-    build,
-    captured,
-    graph_inputs,
-    recipe_of,
-    runtime_of,
-    settled,
-    silent_host,
-    step_batch,
-)
+from training import build, captured, graph_inputs, recipe_of, runtime_of, settled, silent_host, step_batch
 
 from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
@@ -63,7 +54,6 @@ SMALL = {"llama": 4, "gpt2": 4, "gemma": 4, "mixtral": 2, "qwen3-moe": 2, "deeps
 
 
 def draw(seed: int) -> dict[str, Any]:
-    """A case."""
     chosen = random.Random(seed)
     model = chosen.choice(sorted(SMALL))
     return {
@@ -78,12 +68,10 @@ def draw(seed: int) -> dict[str, Any]:
 
 
 def made(case: Mapping[str, Any], values: str | None = None) -> nn.Module:
-    """The model of a case."""
     return build(with_layers(MODELS[case["model"]], case["layers"]), values=values)
 
 
 def batch(recipe: Recipe, case: Mapping[str, Any]) -> StepBatch:
-    """A step of it."""
     return step_batch(recipe, case["rows"], case["positions"], MODELS[case["model"]]["vocab_size"])
 
 
@@ -131,7 +119,6 @@ def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) ->
 
 
 def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
-    """One case."""
     cluster, backend = Cluster.named("h100"), registry.backend("cpu")
     step = captured(made(case), case["rows"], case["positions"])
     free = build_problem(step, cluster, 2**50, ())
@@ -212,7 +199,6 @@ def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
 
 
 def page(kept: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of docs/offload.md, "Verification"."""
     summary = kept["summary"]
     count, wrong = summary["cases"], summary["wrong"]
     # Rounded down: what is below the whole is not shown as the whole.

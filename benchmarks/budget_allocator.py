@@ -61,7 +61,6 @@ STRATEGIES: dict[int, list[dict[str, Any]]] = {
 
 
 def draw(seed: int, world: int) -> dict[str, Any]:
-    """A case."""
     drawn = random.Random(f"{seed} {world}")
     return {
         "seed": seed,
@@ -132,7 +131,6 @@ def trained(model: nn.Module, case: Mapping[str, Any]) -> list[tuple[int, int, s
 
 
 def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
-    """One case on one of its workers."""
     budget = 1
     for _ in range(8):
         with scratch() as folder:
@@ -193,7 +191,6 @@ def above(row: Mapping[str, Any]) -> int:
 
 
 def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
-    """What the cases came to."""
     by_world = {}
     for world in WORLDS:
         ran = [row for row in rows if row["world"] == world]

@@ -65,7 +65,6 @@ BENCHMARK = Benchmark("does_not_fit")
 
 
 def trained(name: str, folder: Path) -> dict[str, Any]:
-    """One run, in this process."""
     import hyper_parallel.train.trainer as trainer
     from hyper_parallel.config import from_dict
 

@@ -43,7 +43,6 @@ class Case:
 
     @property
     def tiny(self) -> dict[str, Any]:
-        """A model of the same kind."""
         return {**self.config, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 
     @property
@@ -81,7 +80,6 @@ RUNS = {
 
 
 def answered(case: Case, limited: bool, budgeted: bool, folder: Path) -> dict[str, Any]:
-    """One run, in this process."""
     import torch
 
     from hyper_parallel import Generator
@@ -115,7 +113,6 @@ def answered(case: Case, limited: bool, budgeted: bool, folder: Path) -> dict[st
 
 
 def measured(name: str, case: Case) -> dict[str, Any]:
-    """All runs of a case."""
     found: dict[str, dict[str, Any]] = {}
     with scratch(on_disk=True) as folder:
         new_model(case.config, scale=2.0).save_pretrained(folder / "model")
@@ -136,8 +133,6 @@ def measured(name: str, case: Case) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference-memory.md."""
-
     def cells(name: str) -> Iterator[str]:
         runs, summary = result[name]["runs"], result[name]["summary"]
         plain, dead, ours = (runs[which] for which in RUNS)

@@ -69,7 +69,6 @@ def answered(generator: Generator, work: list[list[int]], tier: str, told: dict[
 
 
 def compared(folder: Path, tier: str, batch: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """One tier and number of requests at once."""
     work = random_prompts([8] * batch, 256, seed=batch, first=4)
     made: dict[str, Generator] = {}
     with ExitStack() as stack:
@@ -102,7 +101,6 @@ def compared(folder: Path, tier: str, batch: int, tokens: int, rounds: int) -> d
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference-memory.md."""
     yield from circumstances(result)
 
     def row(name: str, way: str, one: Mapping[str, Any]) -> Iterator[object]:

@@ -104,7 +104,6 @@ class Lru:
     left = entered
 
     def first(self, candidates: Mapping[Hashable, object], some: Sequence[Hashable]) -> Hashable:
-        """The first."""
         return next(iter(candidates))
 
 
@@ -173,7 +172,6 @@ TRACES: dict[str, Callable[[random.Random], list[Request]]] = {
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference-memory.md."""
     rates = ("lru", "predicted", "belady")
     yield from table(
         "Trace | pages in the cache | LRU | predicted next use | Belady",
@@ -185,7 +183,6 @@ BENCHMARK = Benchmark("generate_hit_rate", {"inference-memory.md": page})
 
 
 def main() -> None:
-    """Measure and write."""
     rows = []
     for name, make in TRACES.items():
         trace = make(random.Random(f"trace of {name}"))

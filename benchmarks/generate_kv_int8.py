@@ -118,8 +118,6 @@ def measured(model: Any, prompts: list[list[int]], groups: tuple[int, ...] = ())
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The tables of docs/inference-int8.md."""
-
     def row(family: str, dtype: str, one: Mapping[str, Any]) -> Iterator[str]:
         found = one["groups"][str(int8_rows.GROUP)]
         ratio = one["page_bytes"] / one["int8_page_bytes"]

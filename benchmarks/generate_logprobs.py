@@ -38,7 +38,6 @@ def logits_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """The log-probabilities [len(tokens)] of tokens."""
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
@@ -49,7 +48,6 @@ def spread(parts: list[torch.Tensor]) -> dict[str, float]:
 
 
 def measured(family: str, dtype: str) -> dict[str, Any]:
-    """One family."""
     model = family_model(family, dtype)
     prompts = random_prompts(LENGTHS, model.config.get_text_config().vocab_size)
     answers = Generator(model, max_tokens=TOKENS, logprobs=True)(prompts)
@@ -69,8 +67,6 @@ def measured(family: str, dtype: str) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference.md."""
-
     def row(family: str, single: Mapping[str, Any], half: Mapping[str, Any]) -> tuple[str, ...]:
         largest = single["forward"]["largest"]
         share = largest / max(single["largest_logit"], 1.0)

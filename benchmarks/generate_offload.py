@@ -139,7 +139,6 @@ def fits(model: Any, work: Work, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def measured(names: tuple[str, ...], short: bool, rounds: int, folder: Path) -> dict[str, Any]:
-    """The rows of these names."""
     model = new_model(SHORT if short else MODEL)
     model.save_pretrained(folder / "model")
     requests = partial(drawn, vocabulary=256, lengths_first=True)
@@ -165,7 +164,6 @@ def measured(names: tuple[str, ...], short: bool, rounds: int, folder: Path) -> 
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference-memory.md."""
     yield from circumstances(result)
 
     def row(group: str, name: str, one: Mapping[str, Any]) -> Iterator[str]:

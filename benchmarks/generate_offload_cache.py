@@ -60,8 +60,6 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """A layer of a policy."""
-
     def __init__(self, policy: Any, place: int) -> None:
         super().__init__()
         self.policy, self.place, self.tokens = policy, place, 0

@@ -146,7 +146,6 @@ class StaticBatches:
         )
 
     def __call__(self) -> Answers:
-        """The answers."""
         found = []
         with torch.no_grad():
             for places in self._blocks(self.size, self.count):
@@ -212,7 +211,6 @@ class AccelerateDisk:
         self.passes = sum(max(work.lengths[first : first + self.size]) for first in firsts)
 
     def __call__(self) -> Answers:
-        """The answers."""
         return generated(self.model, self.work, self.size)
 
 

@@ -62,18 +62,14 @@ Fields = dict[str, Any]
 
 
 def requests(count: int, prompt: int, answer: int, **more: Any) -> Fields:
-    """A workload."""
     return {"requests": count, "prompt_tokens": prompt, "answer_tokens": answer, **more}
 
 
 def inference(batch: int, page: int, rows: int) -> Fields:
-    """Settings of the engine."""
     return {"batch": batch, "page": page, "rows": rows}
 
 
 def cases() -> Iterator[Case]:
-    """All rows."""
-
     def case(group: str, model: str, what: str, work: Fields, settings: Fields, split: TierSplit) -> Case:
         expert = 16 if group == "experts" else 1
         return Case(group, f"{model}, {what}", model, TENSOR[model], work, settings, split, expert)
@@ -120,7 +116,6 @@ def cases() -> Iterator[Case]:
 
 @cache
 def passes(model: str, tensor: int, expert: int) -> PassModel:
-    """A model's pass, captured."""
     fields = to_config(shape(model))
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("meta"):
@@ -212,8 +207,6 @@ def longer(share: float) -> str:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The tables of docs/inference-predictions.md."""
-
     def cells(one: Mapping[str, Any]) -> Iterator[str]:
         here, away, more = one["here"], one["away"], one["times_in_equal_memory"]
         fits = "" if one["fits_without_tiers"] else " (does not fit)"
@@ -242,7 +235,6 @@ BENCHMARK = Benchmark("generate_simulated", {"inference-predictions.md": page})
 
 
 def main() -> None:
-    """Simulate the rows."""
     rows = []
     for name, case in product(("h100", "cloudmatrix384"), cases()):
         rows.append(found := row(case, name))

@@ -30,7 +30,6 @@ from hyper_parallel import Generator
 REQUESTS, SHORTEST, LONGEST = 64, 16, 256
 PROMPTS = (8, 64)
 SIZES = (16, 32, 64)
-"""Of static batches."""
 PAGES = (32, 256)
 """Tokens of a page of `generate_batch`."""
 VOCABULARY = 4096
@@ -42,12 +41,10 @@ OTHERS = ("static", "continuous")
 
 
 def drawn(requests: int, longest: int, vocabulary: int) -> Work:
-    """The requests."""
     return drawn_between(requests, PROMPTS, (SHORTEST, longest), vocabulary)
 
 
 def measured(fields: Mapping[str, Any], work: Work, rounds: int) -> dict[str, Any]:
-    """One model with one thread."""
     model = new_model(dict(fields))
     result: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
     with scratch() as folder:  # as the command has it
@@ -75,7 +72,6 @@ def measured(fields: Mapping[str, Any], work: Work, rounds: int) -> dict[str, An
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference.md."""
     cases = result["cases"]
     rounds = next(iter(cases.values()))["static"]["faster"]["clock"]["pairs"]
     yield f"{result['machine']['cpu']}, {rounds:.0f} rounds; medians, and of ratios a 95% interval."
@@ -97,7 +93,6 @@ BENCHMARK = Benchmark("generate_throughput", {"inference.md": page})
 
 
 def main(rounds: int = 7) -> None:
-    """Measure and write."""
     quiet(threads=1)
     found: dict[str, Any] = {}
     for case, fields in CASES.items():

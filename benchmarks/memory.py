@@ -130,8 +130,6 @@ def measured(model: str, strategy: str) -> dict[str, float]:
 
 
 def page(kept: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/memory.md."""
-
     def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         live, resident = row["predicted"] / row["live"], row["with_workspaces"] / row["resident"]
         mb = [f"{row[key] / 1e6:.1f} MB" for key in ("predicted", "live", "with_workspaces", "resident")]
@@ -148,7 +146,6 @@ BENCHMARK = Benchmark("memory", {"memory.md": page})
 
 
 def main() -> None:
-    """Measure."""
     rows: list[dict[str, Any]] = []
     for model, strategy in product(MODELS, STRATEGIES):
         rows.append({"model": model, "strategy": strategy, **measured(model, strategy)})

@@ -80,7 +80,6 @@ POLICIES: dict[str, Callable[[peers.Case], peers.Point]] = {
 
 
 def real() -> dict[str, Any]:
-    """Contestants taking turns."""
     rows: list[dict[str, Any]] = []
     processes: dict[str, Stepping] = {}
     with scratch(on_disk=True) as folder:
@@ -214,7 +213,6 @@ def below_simulated(
 
 
 def ascend() -> dict[str, Any]:
-    """Beside what is published."""
     return {name: predicted(one) for name, one in RUNS.items()}
 
 
@@ -312,7 +310,6 @@ BENCHMARK = Benchmark("offload", {"offload.md": lines})
 
 
 def main(only: Annotated[tuple[str, ...], tuple(_PARTS)] = tuple(_PARTS)) -> None:
-    """Run, print, keep."""
     result = BENCHMARK.kept()
     for part in only:
         begun = time.perf_counter()

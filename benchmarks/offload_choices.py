@@ -59,7 +59,6 @@ def step_of() -> tuple[StepGraph, Problem]:
 
 
 def row(case: tuple[int, float, str]) -> dict[str, Any]:
-    """One plan."""
     link, share, name = case
     step, free = step_of()
     least, most = free.working_set, max(free.profile())
@@ -159,7 +158,6 @@ BENCHMARK = Benchmark("offload_choices", {"recomputation.md": again, "host-updat
 
 
 def main(workers: Annotated[int, "processes that plan at the same time"] = 1) -> None:
-    """Plan all cases, print, keep."""
     step, free = step_of()
     about = {
         "simulated": True,

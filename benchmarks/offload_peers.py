@@ -196,7 +196,6 @@ class Borders:
 
 
 def phases_of(step: StepGraph) -> list[str]:
-    """Of each node."""
     return [region_of(node).phase for node in step.nodes]
 
 

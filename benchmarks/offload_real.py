@@ -89,7 +89,6 @@ class Setting:
 
     @property
     def fields(self) -> Fields:
-        """The model."""
         return llama(512, self.layers, 8, **NO_ENDS)
 
 
@@ -101,7 +100,6 @@ Made = tuple[Step, list[Tensor], dict[str, Any]]
 
 
 def contestant(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Made:
-    """One of them, in this process."""
     if how.kind == "graph":
         return _graph(how, setting, stack)
     if how.kind == "fsdp":

@@ -69,7 +69,6 @@ def of_tier(tier: Tier, on: Backend, times: int) -> dict[str, Any]:
 
 
 def raw(folder: Path, on: Backend, times: int) -> dict[str, Any]:
-    """The machine without a tier."""
     count = 64 * MiB
     pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     source = torch.frombuffer(pages, dtype=torch.uint8)
@@ -98,7 +97,6 @@ def raw(folder: Path, on: Backend, times: int) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of docs/tiers.md, "Measured"."""
     machine, loads, plain = result["machine"], result[LOAD], result["raw"]
     where = machine["accelerator"] or f"a CPU ({machine['cpu']}, {machine['cores']} cores)"
     threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
@@ -131,7 +129,6 @@ BENCHMARK = Benchmark("tiers", {"tiers.md": page})
 
 
 def main(flash: Path = FLASH, times: int = 15, device: str = "auto") -> None:
-    """Each tier, and the machine without."""
     on, room = backend(device), 2 * max(SIZES) + MiB
     loads = [load()]
     result: dict[str, Any] = {"device": on.name, "threads": torch.get_num_threads(), "times": times}
