@@ -38,6 +38,8 @@ from hyper_parallel.workload.to_config import to_config
 LESS, MORE, LONGER = 0.26, 1.73, 0.01
 """What a row aims at: less device memory, more sessions in equal memory, and the most that it may take longer."""
 GB = 2**30
+RUN = ("seconds", "bound", "first_token", "between_tokens", "tokens_per_second", "passes")
+"""What is kept of a simulated run as it is."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,11 @@ class Case:
     """A workload and what lies in the tier."""
 
     group: str
-    name: str
     model: str
-    tensor: int
+    what: str
     work: dict[str, Any]
     inference: dict[str, Any]
     split: TierSplit
-    expert: int = 1
 
 
 TENSOR = {"llama-3-8b": 1, "llama-3-70b": 8, "gemma-3-12b": 1, "deepseek-v3": 16}
@@ -70,10 +70,6 @@ def inference(batch: int, page: int, rows: int) -> Fields:
 
 
 def cases() -> Iterator[Case]:
-    def case(group: str, model: str, what: str, work: Fields, settings: Fields, split: TierSplit) -> Case:
-        expert = 16 if group == "experts" else 1
-        return Case(group, f"{model}, {what}", model, TENSOR[model], work, settings, split, expert)
-
     llamas = ("llama-3-8b", "llama-3-70b")
     for model in llamas:
         weights = TierSplit(layers=shape(model).layers)
@@ -81,37 +77,37 @@ def cases() -> Iterator[Case]:
         splits = {"weights": weights, "contexts": CONTEXTS, "weights and contexts": both}
         for thousands, (away, split) in product((32, 64, 128), splits.items()):
             work, several = requests(4, thousands * 1024, 1), inference(4, 4096, 16384)
-            yield case("prompts", model, f"4 prompts of {thousands}K, {away}", work, several, split)
+            yield Case("prompts", model, f"4 prompts of {thousands}K, {away}", work, several, split)
         for away in ("contexts", "weights"):
             work, single = requests(1, 131072, 1), inference(1, 4096, 4096)
-            yield case("prompts", model, f"1 prompt of 128K, {away}", work, single, splits[away])
+            yield Case("prompts", model, f"1 prompt of 128K, {away}", work, single, splits[away])
     turns = {"turns": 4, "message_tokens": 512, "idle_seconds": 60.0, "rate": 0.5}
     chat, usual = requests(64, 4096, 128, **turns), inference(16, 256, 2048)
     for model in llamas:
-        yield case("sessions", model, "64 conversations of 4 turns", chat, usual, IDLE)
+        yield Case("sessions", model, "64 conversations of 4 turns", chat, usual, IDLE)
     system = {"shared_tokens": 16384, "shared_prompts": 12, "rate": 1.0}
     shared, few = requests(96, 16384 + 512, 128, **system), inference(8, 256, 2048)
-    yield case("shared prompts", "llama-3-8b", "12 system prompts of 16K in turn", shared, few, IDLE)
+    yield Case("shared prompts", "llama-3-8b", "12 system prompts of 16K in turn", shared, few, IDLE)
     for (selected, again), batch in product(((2048, 0.9), (2048, 0.98), (4096, 0.9)), (1, 4)):
         work = requests(batch, 131072, 256, selected_tokens=selected, selected_again=again)
         sparse = inference(batch, 4096, max(4096, 4096 * batch))
         what = f"{batch} × 128K, {selected} selected, {again:.0%} of them again"
-        yield case("sparse attention", "llama-3-8b", what, work, sparse, IDLE)
+        yield Case("sparse attention", "llama-3-8b", what, work, sparse, IDLE)
     work, windowed = requests(8, 65536, 256), inference(8, 1024, 8192)
     what, split = "8 × 64K, pages behind windows", TierSplit(windows=True)
-    yield case("sliding windows", "gemma-3-12b", what, work, windowed, split)
+    yield Case("sliding windows", "gemma-3-12b", what, work, windowed, split)
     skews = ((1, 0.0, 8), (32, 0.0, 8), (32, 1.0, 8), (32, 2.0, 8), (32, 3.0, 8), (32, 3.0, 5))
     places = (("device", "fetched"), ("host", "computed there"))
     for (batch, skew, count), (how, there) in product(skews, places):
         work, settings = requests(batch, 512, 256, expert_skew=skew), inference(batch, 512, 2048)
         split = TierSplit(experts=count, experts_computed=how)  # type: ignore[arg-type]
         what = f"batch {batch}, skew {skew:g}, {count} of 16 experts {there}"
-        yield case("experts", "deepseek-v3", what, work, settings, split)
+        yield Case("experts", "deepseek-v3", what, work, settings, split)
     work, settings = requests(32, 4096, 256), inference(32, 256, 2048)
     for model in llamas:
         quarter = TierSplit(layers=round(shape(model).layers * LESS))
         for away, split in (("26% of weights", quarter), ("contexts", CONTEXTS)):
-            yield case("dense decode", model, f"32 × 4K, {away}", work, settings, split)
+            yield Case("dense decode", model, f"32 × 4K, {away}", work, settings, split)
 
 
 @cache
@@ -126,13 +122,14 @@ def passes(model: str, tensor: int, expert: int) -> PassModel:
 
 def row(case: Case, name: str) -> dict[str, Any]:
     """A case with everything on the device, and with its split."""
-    model = passes(case.model, case.tensor, case.expert)
-    named = f"{name}x{case.tensor}"
-    cluster = replace(Cluster.named(named).for_workers(case.tensor), name=named)
+    tensor = TENSOR[case.model]
+    model = passes(case.model, tensor, 16 if case.group == "experts" else 1)
+    named = f"{name}x{tensor}"
+    cluster = replace(Cluster.named(named).for_workers(tensor), name=named)
     work, settings = GenerationWorkload(**case.work), Inference(**case.inference)
     host = cluster.tier("host")
     whole = SplitQuestion(model, cluster, work, settings, float("inf"), {})
-    tiers = replace(whole, tiers={"host": host.bytes / min(host.ranks, case.tensor)})
+    tiers = replace(whole, tiers={"host": host.bytes / min(host.ranks, tensor)})
     found: dict[str, Any] = {}
     for which, question, split in (("here", whole, TierSplit()), ("away", tiers, case.split)):
         pricer = question.pricer(split)
@@ -142,15 +139,10 @@ def row(case: Case, name: str) -> dict[str, Any]:
         cost = pricer.price(load)
         found[which] = {
             "device_bytes": device_bytes(question, split, whole_run, model),
-            "seconds": whole_run.seconds,
-            "bound": whole_run.bound,
+            **{what: getattr(whole_run, what) for what in RUN},
             "pass": simulated(pricer, load).steady,
             "pass_bound": cost.bound,
             "limit": cost.limit,
-            "first_token": whole_run.first_token,
-            "between_tokens": whole_run.between_tokens,
-            "tokens_per_second": whole_run.tokens_per_second,
-            "passes": whole_run.passes,
             "link_bytes": whole_run.streamed + whole_run.fetched,
             "tier_bytes": question.footprint(split).of("host"),
         }
@@ -163,7 +155,7 @@ def row(case: Case, name: str) -> dict[str, Any]:
     less = 1 - away["device_bytes"] / here["device_bytes"]
     return {
         "group": case.group,
-        "name": case.name,
+        "name": f"{case.model}, {case.what}",
         "cluster": cluster.name,
         "simulated": True,
         **found,

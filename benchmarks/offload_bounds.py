@@ -144,7 +144,7 @@ def at_link(base: Problem, link: int) -> dict[str, Any]:
     print(f"{link} GiB/s:", zero_stall, flush=True)
     budgets = []
     for share in SHARES:
-        asked = replace(problem, budget=int(least + share * (peak - least)))
+        asked = under(problem, share)
         planning, solved = taken(partial(choose, asked)), taken(partial(least_seconds, asked))
         plan: Plan = planning.result
         budgets.append(

@@ -22,6 +22,7 @@ from commandline import run
 from pages import Benchmark, table
 from training import SHARES, llama_8b_step
 
+from harness.memory_problems import under
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.host_update import is_update
@@ -61,8 +62,7 @@ def step_of() -> tuple[StepGraph, Problem]:
 def row(case: tuple[int, float, str]) -> dict[str, Any]:
     link, share, name = case
     step, free = step_of()
-    least, most = free.working_set, max(free.profile())
-    budget = int(least + share * (most - least))
+    budget = under(free, share).budget
     rate = Rate(1e-5, link * 2**30)
     host = OffloadTier("host", 1 << 40, rate, rate)
     begun = time.process_time()
