@@ -1,14 +1,12 @@
-"""What the C library's allocator has given out to tensors: for processes that are started with `environment`.
+"""What the C library's allocator has given out to tensors, in processes with `allocations.c` in LD_PRELOAD.
 
-`allocations.c` is compiled by `cc` and loaded before the C library. `Allocations` reads its count after each operator,
-when whatever the operator's kernel took for itself is given back; `most` is the allocator's own high-water mark, with
-the memory of kernels.
+`Allocations` reads its count after each operator, when whatever the operator's kernel took for itself is given back;
+`most` is the allocator's own high-water mark, with the memory of kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,30 +15,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SOURCE = Path(__file__).with_suffix(".c")
 
-
-def compiled(folder: str | Path) -> Path:
+def compiled(folder: Path) -> Path:
     """The library, compiled into a folder. Raises where there is no C compiler, or no glibc."""
-    made = Path(folder) / "allocations.so"
-    subprocess.run(
-        ["cc", "-O2", "-shared", "-fPIC", "-pthread", "-ldl", "-o", str(made), str(SOURCE)],
-        check=True,
-        capture_output=True,
-    )
+    made, source = folder / "allocations.so", Path(__file__).with_suffix(".c")
+    flags = ["-O2", "-shared", "-fPIC", "-pthread", "-ldl"]
+    subprocess.run(["cc", *flags, "-o", str(made), str(source)], check=True, capture_output=True)
     return made
-
-
-def environment(library: Path) -> dict[str, Any]:
-    """Of a process whose allocations are counted."""
-    return {**os.environ, "LD_PRELOAD": str(library)}
-
-
-def _library() -> Any:
-    found = ctypes.CDLL(None)
-    for name in ("allocations_live", "allocations_least", "allocations_most"):
-        getattr(found, name).restype = ctypes.c_longlong
-    return found
 
 
 class Allocations(TorchDispatchMode):
@@ -48,7 +29,9 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self, there: Sequence[Tensor]) -> None:
         super().__init__()
-        self._library = _library()
+        self._library: Any = ctypes.CDLL(None)
+        for name in ("allocations_live", "allocations_least", "allocations_most"):
+            getattr(self._library, name).restype = ctypes.c_longlong
         counted = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in there}
         least = self._library.allocations_least()
         known = sum(count for count in counted.values() if count >= least)

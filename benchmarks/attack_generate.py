@@ -11,13 +11,14 @@ depend on the batch, or a model crashes.
 
 from __future__ import annotations
 
-import collections
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from attack_models import causal_families
 from campaigns import limited, one_line
 from commandline import run
+from generation import equal_tokens
 from measure import quiet
 from pages import Benchmark, table
 from shapes import random_prompts
@@ -57,16 +58,12 @@ def attacked(family: str) -> dict[str, str]:
         return {"outcome": "WRONG", "detail": "tokens depend on the batch"}
     ties = 0
     for prompt, found, (tokens, logits) in zip(prompts, together, expected, strict=True):
-        for place, (token, other) in enumerate(zip(found, tokens, strict=True)):
-            if token != other:
-                gap = float(logits[place].max() - logits[place][token])
-                if gap > TIE:
-                    return {
-                        "outcome": "WRONG",
-                        "detail": f"prompt of {len(prompt)} tokens, token {place}: {gap:.2g} below the top logit",
-                    }
-                ties += 1
-                break
+        if (place := equal_tokens(found, tokens)) < TOKENS:
+            gap = float(logits[place].max() - logits[place][found[place]])
+            if gap > TIE:
+                where = f"prompt of {len(prompt)} tokens, token {place}"
+                return {"outcome": "WRONG", "detail": f"{where}: {gap:.2g} below the top logit"}
+            ties += 1
     return {"outcome": "identical", "detail": f"{ties} ties" if ties else ""}
 
 
@@ -91,8 +88,7 @@ def _reference(model: Any, prompt: list[int]) -> tuple[list[int], list[Any]]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The part of docs/inference.md."""
-    by = collections.defaultdict(list)
+    by = defaultdict(list)
     for family, of in sorted(result["families"].items()):
         by[of["outcome"]].append((family, of["detail"]))
     judged = len(result["families"]) - len(by["no reference"])
@@ -101,9 +97,7 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
         f"{len(by['refused'])} are refused, {len(by['WRONG'])} wrong, {len(by['crash'])} crash. "
         f"{len(by['no reference'])} more do not generate with Transformers here."
     )
-    yield ""
-    yield "Identical: " + ", ".join(family for family, _ in by["identical"]) + "."
-    yield ""
+    yield from ("", f"Identical: {', '.join(family for family, _ in by['identical'])}.", "")
     yield from table("Refused | why", by["refused"])
 
 

@@ -1,4 +1,4 @@
-"""Whether budgets hold: python benchmarks/budget.py [--cases N] [--seed S] [--workers 2]
+"""Whether budgets hold: python benchmarks/budget.py [--cases N] [--workers 2]
 
 Random cases of (model, rows, positions, budget, tiers). Of each, the step's graph is captured, planned within the
 budget by `offload`, and run three times on real tensors and real tiers, beside the same step without a budget:
@@ -17,12 +17,12 @@ same case runs with 1% more. The result is written as processes end, so that a r
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -30,20 +30,19 @@ from commandline import run
 from memory import MODELS, collected
 from pages import Benchmark
 from processes import TRIMMED, fresh, scratch
-from shapes import Fields, with_layers
-from torch import Tensor
-from training import build, captured, graph_inputs, recipe_of, silent_host, step_batch
+from shapes import with_layers
+from torch import Tensor, nn
+from training import build, captured, graph_inputs, recipe_of, runtime_of, settled, silent_host, step_batch
 
-import hyper_parallel as hp
 from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat import paged_out_parameters, registry
+from hyper_parallel.compat import registry
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.offloading import OffloadTier, Runtime, build_problem
+from hyper_parallel.offloading import OffloadTier, build_problem
 from hyper_parallel.offloading.schedule.offload_pass import Planned, planned
-from hyper_parallel.offloading.tiers import FlashTier, Tier
-from hyper_parallel.offloading.tiers import measure as rates
+from hyper_parallel.offloading.tiers import FlashTier, Tier, measure
+from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.capture_train_step import state
 from hyper_parallel.step.recipe import Recipe
 
@@ -55,7 +54,6 @@ SMALL = {"llama": 4, "gpt2": 4, "gemma": 4, "mixtral": 2, "qwen3-moe": 2, "deeps
 
 
 def draw(seed: int) -> dict[str, Any]:
-    """A case."""
     chosen = random.Random(seed)
     model = chosen.choice(sorted(SMALL))
     return {
@@ -69,15 +67,12 @@ def draw(seed: int) -> dict[str, Any]:
     }
 
 
-def fields_of(case: Mapping[str, Any]) -> Fields:
-    """The model of a case."""
-    return with_layers(MODELS[case["model"]], case["layers"])
+def made(case: Mapping[str, Any], values: str | None = None) -> nn.Module:
+    return build(with_layers(MODELS[case["model"]], case["layers"]), values=values)
 
 
-def inputs(recipe: Recipe, case: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a step is run on."""
-    vocabulary = fields_of(case)["vocab_size"]
-    return graph_inputs(recipe, step_batch(recipe, case["rows"], case["positions"], vocabulary))
+def batch(recipe: Recipe, case: Mapping[str, Any]) -> StepBatch:
+    return step_batch(recipe, case["rows"], case["positions"], MODELS[case["model"]]["vocab_size"])
 
 
 class Host:
@@ -93,8 +88,8 @@ class Host:
 
 def plain(case: Mapping[str, Any], step: StepGraph) -> tuple[list[Tensor], dict[str, Tensor]]:
     """What the host is shown in each step, and all state after the last, without a budget."""
-    recipe = recipe_of(build(fields_of(case), values="cpu"))
-    tensors, host, graph = inputs(recipe, case), Host(), executable(step)
+    recipe = recipe_of(made(case, "cpu"))
+    tensors, host, graph = graph_inputs(recipe, batch(recipe, case)), Host(), executable(step)
     for _ in range(STEPS):
         graph.run(tensors, host)
     return host.shown, {name: tensors[name] for name in state(recipe.handle, recipe.optimizer)}
@@ -103,25 +98,11 @@ def plain(case: Mapping[str, Any], step: StepGraph) -> tuple[list[Tensor], dict[
 def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) -> dict[str, Any]:
     """The planned step, run and watched."""
     backend = registry.backend("cpu")
-    runtime = Runtime(found.step, tiers)
-    for name, tier in tiers.items():
-        tier.reserve(found.places[name].sizes, found.places[name].offsets)
-    graph = executable(found.step, cache=runtime)
+    runtime = runtime_of(found, tiers)
+    graph, host = executable(found.step, cache=runtime), Host()
     collected()
     before = backend.memory_allocated()
-    model = build(fields_of(case))
-    settled = set()
-
-    def settle(name: str, tensor: Tensor) -> None:
-        settled.add(name)
-        runtime.rest(name, tensor)
-
-    with paged_out_parameters.settling(settle):
-        hp.init_weights(model, seed=0)
-        recipe = recipe_of(model)
-    tensors, host = inputs(recipe, case), Host()
-    for name in state(recipe.handle, recipe.optimizer).keys() - settled:
-        settle(name, tensors[name])
+    recipe, tensors = settled(lambda: recipe_of(made(case, "cpu")), partial(batch, case=case), runtime)
     with Observer(list(tensors.values())) as observer:
         graph.run(tensors, host)
     collected()
@@ -133,19 +114,13 @@ def under(case: Mapping[str, Any], found: Planned, tiers: Mapping[str, Tier]) ->
     for name in state(recipe.handle, recipe.optimizer):
         with runtime.present(name, tensors[name]):
             values[name] = tensors[name].clone()
-    return {
-        "live": observer.peak,
-        "resident": resident,
-        "shown": host.shown,
-        "values": values,
-        "moved": runtime.moved,
-    }
+    about = {"live": observer.peak, "resident": resident, "moved": runtime.moved}
+    return {**about, "shown": host.shown, "values": values}
 
 
 def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
-    """One case."""
     cluster, backend = Cluster.named("h100"), registry.backend("cpu")
-    step = captured(build(fields_of(case)), case["rows"], case["positions"])
+    step = captured(made(case), case["rows"], case["positions"])
     free = build_problem(step, cluster, 2**50, ())
     peak, least = max(free.profile()), free.working_set
     budget = int(least + case["share"] * (peak - least))
@@ -155,11 +130,11 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
         if "host" in case["tiers"]:
             # Beside flash it holds about half of what has to go somewhere.
             room = peak if len(case["tiers"]) == 1 else max(2**20, (peak - budget) // 2)
-            tiers["host"] = stack.enter_context(contextlib.closing(UnseenHost(backend, room)))
+            tiers["host"] = stack.enter_context(UnseenHost(backend, room))
         if "flash" in case["tiers"]:
-            tiers["flash"] = stack.enter_context(contextlib.closing(FlashTier(folder, backend)))
+            tiers["flash"] = stack.enter_context(FlashTier(folder, backend))
         spaces = tuple(
-            OffloadTier(name, tier.capacity, *rates(tier, backend)) for name, tier in tiers.items()
+            OffloadTier(name, tier.capacity, *measure(tier, backend)) for name, tier in tiers.items()
         )
         try:
             found = planned(step, cluster, budget, spaces)
@@ -169,16 +144,10 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
             found = planned(step, cluster, budget, spaces)
         shown, expected = plain(case, step)
         ran = under(case, found, tiers)
-        same = len(shown) == len(ran["shown"]) and all(map(torch.equal, shown, ran["shown"]))
-        result |= {
-            "predicted": found.plan.peak,
-            "floor": found.plan.floor,
-            "live": ran["live"],
-            "resident": ran["resident"],
-            "moved": ran["moved"],
-            "same": same and all(torch.equal(expected[name], ran["values"][name]) for name in expected),
-        }
-    return result
+        told, values = ran.pop("shown"), ran.pop("values")
+        same = len(shown) == len(told) and all(map(torch.equal, shown, told))
+        same = same and all(torch.equal(expected[name], values[name]) for name in expected)
+        return {**result, "predicted": found.plan.peak, "floor": found.plan.floor, **ran, "same": same}
 
 
 def check(row: Mapping[str, Any]) -> list[str]:
@@ -230,10 +199,11 @@ def summarized(rows: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
 
 
 def page(kept: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of docs/offload.md, "Verification"."""
     summary = kept["summary"]
     count, wrong = summary["cases"], summary["wrong"]
-    if count < summary.get("of", count):
+    # Rounded down: what is below the whole is not shown as the whole.
+    most = math.floor(1e6 * summary["live_of_budget_at_most"]) / 1e4
+    if count < summary["of"]:
         yield f"So far {count} of {summary['of']} cases were run."
     yield (
         f"In {'all' if not wrong else count - len(wrong)} of {count} cases every bit of the state was the same; an "
@@ -242,10 +212,10 @@ def page(kept: Mapping[str, Any]) -> Iterator[str]:
     if wrong:
         yield f"**Failed** seeds: {', '.join(map(str, wrong))}."
     yield (
-        f"It saw at most {_floored(summary['live_of_budget_at_most'])} of a budget, and differed from the prediction "
+        f"It saw at most {most:.4f}% of a budget, and differed from the prediction "
         f"by at most {100 * summary['live_off_predicted_at_most']:.3f}%. Among the budgets below the working set of "
         f"the captured step, {summary['refused']} were refused before the run (the same cases ran with 1% above it), "
-        f"and {summary.get('met_below', 0)} were met by another order of the same step."
+        f"and {summary['met_below']} were met by another order of the same step."
     )
     yield ""
     yield (
@@ -256,29 +226,17 @@ def page(kept: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _floored(share: float) -> str:
-    """Percent, rounded down: what is below the whole is not shown as the whole."""
-    return f"{math.floor(1e6 * share) / 1e4:.4f}%"
-
-
 BENCHMARK = Benchmark("budget", {"offload.md": page})
 
 
-def main(
-    cases: int = 200,
-    seed: Annotated[int, "of the first case"] = 0,
-    workers: Annotated[int, "processes that run cases at the same time"] = 1,
-) -> bool:
+def main(cases: int = 200, workers: Annotated[int, "processes that run cases at the same time"] = 1) -> bool:
     """Run the cases, keep the result after each; whether a budget did not hold."""
     rows: list[dict[str, Any]] = []
-    summary: dict[str, Any] = {}
-    for row in rows_of(range(seed, seed + cases), workers):
-        rows = sorted([*rows, row], key=lambda one: int(one["seed"]))
+    for row in rows_of(range(cases), workers):
+        rows.append(row)
         print(row["seed"], row["model"], "+".join(row["tiers"]), *(check(row) or ["holds"]), flush=True)
-        summary = summarized(rows, cases)
-        BENCHMARK.keep({"summary": summary, "cases": rows})
-    print(json.dumps(summary, indent=1))
-    return bool(summary["wrong"])
+        BENCHMARK.keep({"summary": summarized(rows, cases), "cases": rows})
+    return any(map(check, rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Generation beyond the memory of the process: python benchmarks/generate_beyond_memory.py [--cases weights context]
+"""Generation beyond the memory of the process: python benchmarks/generate_beyond_memory.py
 
 Two cases, each a Llama folder:
 
@@ -17,18 +17,16 @@ The tokens must be the same. Every run computes with one thread.
 
 from __future__ import annotations
 
-import gc
 import json
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from commandline import run
-from pages import Benchmark
-from processes import Died, fresh, private_bytes, scratch
+from pages import Benchmark, table
+from processes import limit_memory, scratch, survived
 from shapes import llama, new_model
 
 
@@ -45,7 +43,6 @@ class Case:
 
     @property
     def tiny(self) -> dict[str, Any]:
-        """A model of the same kind."""
         return {**self.config, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 
     @property
@@ -83,7 +80,6 @@ RUNS = {
 
 
 def answered(case: Case, limited: bool, budgeted: bool, folder: Path) -> dict[str, Any]:
-    """One run, in this process."""
     import torch
 
     from hyper_parallel import Generator
@@ -95,10 +91,7 @@ def answered(case: Case, limited: bool, budgeted: bool, folder: Path) -> dict[st
     # A tiny model imports everything, and starts the threads.
     with Generator(folder / "tiny", memory=memory, max_tokens=2, **case.settings) as generator:
         generator(case.prompts[-1:])
-    gc.collect()
-    base = private_bytes()
-    if limited:
-        resource.setrlimit(resource.RLIMIT_DATA, (base + case.headroom,) * 2)
+    base = limit_memory(case.headroom if limited else None)
     began = time.perf_counter()
     with Generator(folder / "model", memory=memory, max_tokens=case.tokens, **case.settings) as generator:
         loaded = time.perf_counter()
@@ -120,21 +113,14 @@ def answered(case: Case, limited: bool, budgeted: bool, folder: Path) -> dict[st
 
 
 def measured(name: str, case: Case) -> dict[str, Any]:
-    """All runs of a case."""
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     with scratch(on_disk=True) as folder:
         new_model(case.config, scale=2.0).save_pretrained(folder / "model")
         new_model(case.tiny, scale=2.0).save_pretrained(folder / "tiny")
         weights = (folder / "model" / "model.safetensors").stat().st_size
         for which, kind in RUNS.items():
-            try:
-                one = fresh(answered, case, *kind, folder, MALLOC_MMAP_THRESHOLD_="65536")
-                shown = f"{one['load_s']:.1f} s to load, {one['generate_s']:.1f} s to answer; {one['moved']}"
-            except Died as died:
-                one = {"died": died.code, "said": died.said}
-                shown = f"died ({died.code}): {died.said[:160]}"
-            found[which] = one
-            print(f"{name}: {which}: {shown}", flush=True)
+            found[which] = survived(answered, case, *kind, folder, MALLOC_MMAP_THRESHOLD_="65536")
+            print(f"{name}: {which}: {found[which]}", flush=True)
     plain, ours = found["plain, unlimited"], found["within a budget, limited"]
     summary = {
         "weights_of_headroom": weights / case.headroom,
@@ -147,31 +133,30 @@ def measured(name: str, case: Case) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference-memory.md."""
-    yield "| | Weights | Longest context | Unlimited | Limited | Limited, within a budget |"
-    yield "|---|---|---|---|---|---|"
-    for name in CASES:
+    def cells(name: str) -> Iterator[str]:
         runs, summary = result[name]["runs"], result[name]["summary"]
         plain, dead, ours = (runs[which] for which in RUNS)
-        died = "dies" if "died" in dead else f"{dead['generate_s']:.1f} s"
-        told = "fails"
-        if summary["same_tokens"]:
-            told = f"{ours['generate_s']:.1f} s, the same tokens; {ours['moved']}"
-        yield (
-            f"| {name}, headroom {result[name]['headroom'] >> 20} MiB "
-            f"| {summary['weights_of_headroom']:.2f} of the headroom "
-            f"| {summary['longest_context_of_headroom']:.2f} of it | {plain['generate_s']:.1f} s | {died} | {told} |"
-        )
+        yield f"{name}, headroom {result[name]['headroom'] >> 20} MiB"
+        yield f"{summary['weights_of_headroom']:.2f} of the headroom"
+        yield f"{summary['longest_context_of_headroom']:.2f} of it"
+        yield f"{plain['generate_s']:.1f} s"
+        yield "dies" if "died" in dead else f"{dead['generate_s']:.1f} s"
+        same = summary["same_tokens"]
+        yield f"{ours['generate_s']:.1f} s, the same tokens; {ours['moved']}" if same else "fails"
+
+    yield from table(
+        " | Weights | Longest context | Unlimited | Limited | Limited, within a budget",
+        (tuple(cells(name)) for name in CASES),
+    )
 
 
 BENCHMARK = Benchmark("generate_beyond_memory", {"inference-memory.md": page})
 
 
-def main(cases: Annotated[tuple[str, ...], tuple(CASES)] = tuple(CASES)) -> bool:
+def main() -> bool:
     """Run all, print, keep; whether a run that should answer does not, or the other way round."""
-    found = {name: measured(name, CASES[name]) for name in cases}
-    if set(found) == set(CASES):
-        BENCHMARK.keep(found)
+    found = {name: measured(name, case) for name, case in CASES.items()}
+    BENCHMARK.keep(found)
     summaries = [one["summary"] for one in found.values()]
     return not all(one["same_tokens"] and one["plain_dies"] for one in summaries)
 

@@ -14,7 +14,6 @@ table of ``docs/inference-memory.md``, unless `--short`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -24,9 +23,9 @@ from unittest import mock
 
 import torch
 from commandline import run
-from generation import circumstances, medians, ratios, table_of_rows, turns
+from generation import KINDS, circumstances, medians, ratios, turns
 from measure import load, quiet, ratio_text, without_notes
-from pages import Benchmark
+from pages import Benchmark, table
 from processes import scratch
 from shapes import llama, new_model, random_prompts
 
@@ -70,7 +69,6 @@ def answered(generator: Generator, work: list[list[int]], tier: str, told: dict[
 
 
 def compared(folder: Path, tier: str, batch: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """One tier and number of requests at once."""
     work = random_prompts([8] * batch, 256, seed=batch, first=4)
     made: dict[str, Generator] = {}
     with ExitStack() as stack:
@@ -90,9 +88,8 @@ def compared(folder: Path, tier: str, batch: int, tokens: int, rounds: int) -> d
             assert generator.memory is not None
             generator.memory.budget = budget
             generator(work)  # makes the plan
-        taken = turns(
-            {way: partial(answered, one, work, tier, runs[way]) for way, one in made.items()}, rounds
-        )
+        passes = {way: partial(answered, one, work, tier, runs[way]) for way, one in made.items()}
+        taken = turns(passes, rounds)
         for way, own in taken.items():
             faster = ratios(taken[WHOLE], own)
             runs[way] |= medians(own) | {f"faster_{kind}": ratio for kind, ratio in faster.items()}
@@ -104,19 +101,17 @@ def compared(folder: Path, tier: str, batch: int, tokens: int, rounds: int) -> d
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference-memory.md."""
     yield from circumstances(result)
 
     def row(name: str, way: str, one: Mapping[str, Any]) -> Iterator[object]:
         yield f"{name}: {way}"
         yield from (f"{one['floor'] / 2**20:.1f} MiB", one["requests_at_once"])
         yield f"{one['read_by_a_pass'] / 2**20:.1f} MiB"
-        yield from (f"{one[f'{kind}_s']:.2f} s" for kind in ("clock", "processor"))
-        for kind in ("clock", "processor"):
-            yield "1" if way == WHOLE else ratio_text(one[f"faster_{kind}"])
+        yield from (f"{one[f'{kind}_s']:.2f} s" for kind in KINDS)
+        yield from ("1" if way == WHOLE else ratio_text(one[f"faster_{kind}"]) for kind in KINDS)
 
-    yield from table_of_rows(
-        "smallest budget | at once | read by a pass | clock | processor | faster (clock) | faster (processor)",
+    yield from table(
+        " | smallest budget | at once | read by a pass | clock | processor | faster (clock) | faster (processor)",
         (tuple(row(name, *one)) for name, found in result["rows"].items() for one in found["runs"].items()),
     )
 
@@ -127,7 +122,7 @@ BENCHMARK = Benchmark("generate_experts", {"inference-memory.md": page})
 def main(rounds: int = 5, short: Annotated[bool, "a tiny model, once, for tests"] = False) -> bool:
     """Measure, print, and write; whether an answer differs in a bit."""
     rounds = 0 if short else rounds
-    before, began = load(), time.perf_counter()
+    before = load()
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
     with without_notes(), scratch(on_disk=True) as folder:
@@ -137,13 +132,9 @@ def main(rounds: int = 5, short: Annotated[bool, "a tiny model, once, for tests"
                 name = f"{tier}, {batch} requests"
                 rows[name] = compared(folder, tier, batch, 4 if short else 8, rounds)
                 for way, one in rows[name]["runs"].items():
-                    print(
-                        f"{name}: {way}: {one['clock_s']:.3f} s, {one['read_by_a_pass'] / 2**20:.2f} MiB a "
-                        f"pass, {one['passes']} passes, {one['requests_at_once']} at once",
-                        flush=True,
-                    )
+                    print(f"{name}: {way}: {one}", flush=True)
     same = all(one["same"] for row in rows.values() for one in row["runs"].values())
-    print(f"{time.perf_counter() - began:.0f} s; {'the same bits' if same else 'BITS DIFFER'}")
+    print("the same bits" if same else "BITS DIFFER")
     if not short:
         BENCHMARK.keep({"load": before, "rounds": rounds, "same_bits": same, "rows": rows})
     return not same

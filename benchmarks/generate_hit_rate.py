@@ -104,7 +104,6 @@ class Lru:
     left = entered
 
     def first(self, candidates: Mapping[Hashable, object], some: Sequence[Hashable]) -> Hashable:
-        """The first."""
         return next(iter(candidates))
 
 
@@ -146,11 +145,10 @@ def optimum(trace: Sequence[Request], room: int) -> int:
     for place in reversed(range(len(trace))):
         following.append([after.get(key, len(trace)) for key in trace[place]])
         after.update(dict.fromkeys(trace[place], place))
-    following.reverse()
     cached: dict[Hashable, int] = {}
     order: list[tuple[int, int, Hashable]] = []
     found = count = 0
-    for request, nexts in zip(trace, following, strict=True):
+    for request, nexts in zip(trace, reversed(following), strict=True):
         whole = True
         for key in request:
             whole = whole and key in cached
@@ -174,7 +172,6 @@ TRACES: dict[str, Callable[[random.Random], list[Request]]] = {
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference-memory.md."""
     rates = ("lru", "predicted", "belady")
     yield from table(
         "Trace | pages in the cache | LRU | predicted next use | Belady",
@@ -186,23 +183,21 @@ BENCHMARK = Benchmark("generate_hit_rate", {"inference-memory.md": page})
 
 
 def main() -> None:
-    """Measure and write."""
     rows = []
     for name, make in TRACES.items():
         trace = make(random.Random(f"trace of {name}"))
         counts = Counter(key for request in trace for key in request)
-        tokens = counts.total()
-        again = sum(count > 1 for count in counts.values())
-        shown: dict[str, Any] = {"trace": name, "requests": len(trace), "tokens": tokens * PAGE}
+        pages = counts.total()
+        about: dict[str, Any] = {"trace": name, "requests": len(trace), "tokens": pages * PAGE}
         for share in SHARES:
-            room = int(share * again)
+            room = int(share * sum(count > 1 for count in counts.values()))
             found = {
                 "lru": hits(trace, room, Lru()),
                 "predicted": hits(trace, room, PredictedUse()),
                 "belady": optimum(trace, room),
             }
-            rates = {policy: round(100 * count / tokens, 2) for policy, count in found.items()}
-            rows.append({**shown, "pages": room, "share": share, **rates})
+            rates = {policy: round(100 * count / pages, 2) for policy, count in found.items()}
+            rows.append({**about, "pages": room, "share": share, **rates})
             print(rows[-1], flush=True)
     BENCHMARK.keep({"page": PAGE, "rows": rows})
 

@@ -11,13 +11,13 @@ the trained models also with groups of other sizes. Writes ``benchmarks/results/
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from commandline import run
 from generate_logprobs import SPREAD, family_model, logprobs_of, spread
+from generation import equal_tokens
 from measure import quiet
 from pages import Benchmark, table
 from shapes import llama, random_prompts
@@ -29,12 +29,14 @@ from hyper_parallel.inference.kv_cache import int8_rows
 from hyper_parallel.inference.kv_cache.sizes import page_bytes
 
 LENGTHS, TOKENS, PAGE = (1, 31, 33, 70, 200, 300, 12, 150), 32, 32
+STEPS = 500
+"""Of training."""
 TRAINED, OUTLIERS = "llama, trained here", "the same, outlier channels"
 OUTLIER, GROUPS = 16, (16, 32, 64)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def trained_model(steps: int) -> tuple[Any, list[list[int]], float]:
+def trained_model() -> tuple[Any, list[list[int]], float]:
     """A Llama that continues text of a Markov chain of second order, prompts of it, and the loss in nats. Each pair of
     24 tokens has 4 continuations; a model that knows them all has a loss of 1.21 nats, and one that knows none 3.18."""
     torch.manual_seed(0)
@@ -52,9 +54,9 @@ def trained_model(steps: int) -> tuple[Any, list[list[int]], float]:
     model: Any = LlamaForCausalLM(LlamaConfig(**llama(128, 2, 2, inner=256, kv=2, vocabulary=size)))
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS)
     loss = torch.tensor(0.0)
-    for _ in range(steps):
+    for _ in range(STEPS):
         row = text(16, 64)
         loss = model(row, labels=row).loss
         loss.backward()
@@ -80,7 +82,7 @@ def with_outliers(model: Any) -> Any:
     return found
 
 
-def replayed(model: Any, texts: list[list[int]], kv_dtype: str | None) -> list[torch.Tensor]:
+def replayed(model: Any, texts: list[list[int]], kv_dtype: str | None = None) -> list[torch.Tensor]:
     """Float32 logits [TOKENS, V] before each of the last tokens of each text."""
     engine = Generator(model, page=PAGE, kv_dtype=kv_dtype)._engine
     return [rows[:TOKENS] for rows in engine.replayed(texts, TOKENS, exact=False)]
@@ -91,16 +93,16 @@ def measured(model: Any, prompts: list[list[int]], groups: tuple[int, ...] = ())
     plain = Generator(model, max_tokens=TOKENS, page=PAGE)
     answers = [one.tokens for one in plain(prompts)]
     rounding = Generator(model, max_tokens=TOKENS, page=PAGE, kv_dtype="int8")
+    tokens, default = TOKENS * len(prompts), int8_rows.GROUP
+    same = (equal_tokens(own.tokens, other) for own, other in zip(rounding(prompts), answers, strict=True))
     result: dict[str, Any] = {
         "page_bytes": page_bytes(plain._engine.cache.shapes, PAGE),
         "int8_page_bytes": page_bytes(rounding._engine.cache.shapes, PAGE),
-        "greedy": sum(_same(own.tokens, other) for own, other in zip(rounding(prompts), answers, strict=True))
-        / (TOKENS * len(prompts)),
+        "greedy": sum(same) / tokens,
+        "groups": {},
     }
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    exact = replayed(model, texts, None)
-    result["groups"] = {}
-    default = int8_rows.GROUP
+    exact = replayed(model, texts)
     for group in groups or (default,):
         int8_rows.GROUP = group
         rounded = replayed(model, texts, "int8")
@@ -108,33 +110,20 @@ def measured(model: Any, prompts: list[list[int]], groups: tuple[int, ...] = ())
         for own, other, answer in zip(rounded, exact, answers, strict=True):
             off.append(logprobs_of(own, answer) - logprobs_of(other, answer))
             chosen += int((own.argmax(-1) == other.argmax(-1)).sum())
-        result["groups"][str(group)] = {**spread(off), "chosen": chosen / (TOKENS * len(prompts))}
+        result["groups"][str(group)] = {**spread(off), "chosen": chosen / tokens}
     int8_rows.GROUP = default
     best = torch.cat([rows.log_softmax(-1).topk(2, -1).values for rows in exact])
     result["margin"] = float((best[:, 0] - best[:, 1]).median())
     return result
 
 
-def _same(own: list[int], other: list[int]) -> int:
-    """Tokens before the first that differs."""
-    return next(
-        (place for place, pair in enumerate(zip(own, other, strict=True)) if pair[0] != pair[1]), len(own)
-    )
-
-
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The tables of docs/inference-int8.md."""
-
     def row(family: str, dtype: str, one: Mapping[str, Any]) -> Iterator[str]:
         found = one["groups"][str(int8_rows.GROUP)]
         ratio = one["page_bytes"] / one["int8_page_bytes"]
-        yield from (
-            family,
-            dtype,
-            f"{one['page_bytes']}, {one['int8_page_bytes']}: 1/{ratio:.2f}",
-            off(found),
-        )
-        yield from (f"{found['chosen']:.1%}", f"{one['greedy']:.1%}", f"{one['margin']:.2g}")
+        yield from (family, dtype, f"{one['page_bytes']}, {one['int8_page_bytes']}: 1/{ratio:.2f}")
+        yield from (off(found), f"{found['chosen']:.1%}", f"{one['greedy']:.1%}")
+        yield f"{one['margin']:.2g}"
 
     def off(found: Mapping[str, float]) -> str:
         return ", ".join(f"{found[which]:.2g}" for which in SPREAD)
@@ -160,32 +149,25 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
 BENCHMARK = Benchmark("generate_kv_int8", {"inference-int8.md": page})
 
 
-def main(
-    families: Annotated[tuple[str, ...], "only these; nothing is written"] = FAMILIES,
-    steps: Annotated[int, "of training"] = 500,
-) -> bool:
+def main() -> bool:
     """Measure; whether the trained model's log-probabilities are off by more than 0.1 nats at the 99th percentile."""
     quiet(threads=1)
+    model, prompts, loss = trained_model()
     found: dict[str, Any] = {}
-    begun = time.perf_counter()
-    model, prompts, loss = trained_model(steps)
-    print(f"trained in {time.perf_counter() - begun:.0f} s to a loss of {loss:.2f}", flush=True)
     for kind, trained in ((TRAINED, model), (OUTLIERS, with_outliers(model))):
         found[kind] = {
             name: measured(copy.deepcopy(trained).to(dtype), prompts, GROUPS)
             for name, dtype in DTYPES.items()
         }
         print(kind, found[kind], flush=True)
-    for family in families:
+    for family in FAMILIES:
         found[family] = {}
         for name in DTYPES:
             model = family_model(family, name)
             some = random_prompts(LENGTHS, model.config.get_text_config().vocab_size)
             found[family][name] = measured(model, some)
         print(family, found[family], flush=True)
-    if tuple(families) == FAMILIES:
-        result = {"answers": len(LENGTHS), "tokens": TOKENS, "page": PAGE, "loss": loss, "families": found}
-        BENCHMARK.keep(result)
+    BENCHMARK.keep({"answers": len(LENGTHS), "tokens": TOKENS, "page": PAGE, "loss": loss, "families": found})
     return bool(found[TRAINED]["float32"]["groups"][str(int8_rows.GROUP)]["p99"] > 0.1)
 
 

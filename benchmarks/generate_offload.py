@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +32,7 @@ from commandline import run
 from generate_offload_cache import policies
 from generate_offload_weights import AccelerateDisk, StaticBatches
 from generation import (
+    KINDS,
     Run,
     Work,
     answered,
@@ -41,11 +42,10 @@ from generation import (
     logit_gaps,
     medians,
     ratios,
-    table_of_rows,
     turns,
 )
 from measure import load, quiet, ratio_text, without_notes
-from pages import Benchmark
+from pages import Benchmark, table
 from processes import scratch
 from shapes import llama, new_model
 
@@ -78,34 +78,29 @@ def weights(model: Any, work: Work, folder: Path, rounds: int, flash: bool, shar
     """Weights in one tier; the budget is a share of them."""
     total = sum(one.nbytes for one in model.parameters())
     budget = int(total * share)
+    sizes = SIZES if len(work.prompts) > 8 else (2,)
     tier = {"flash": str(folder / "spill")} if flash else {"host": 2 * total}
     with ExitStack() as stack:
         generator = stack.enter_context(Generator(folder / "model", memory={"device": budget, **tier}))
         runs: dict[str, Run] = {"ours": answered(generator, work)}
-        passes, read = {}, {}
-        for name, blocks in (("next-layer prefetch", False), ("zig-zag", True)):
-            place = {"flash": folder / f"spill-{blocks}"} if flash else tier
-            sizes = SIZES if len(work.prompts) > 8 else (2,)
-            static = StaticBatches(model, work, budget, sizes, (1, 2, 3, 4, 8) if blocks else (1,), **place)
-            stack.callback(static.close)
-            runs[name] = static
-            passes[name], read[name] = static.passes, static.plan.read
-            shape = f"{static.count} batches of {static.size}"
-            print(f"  {name}: {shape}, {static.passes} passes of {static.plan.read >> 10} KiB", flush=True)
-            held = {size: bytes_ for (size, count), bytes_ in static.held.items() if count == 1}
+        read: dict[str, int] = {}
+        passes: dict[str, int] = {}
+        for name, blocks in (("next-layer prefetch", (1,)), ("zig-zag", (1, 2, 3, 4, 8))):
+            place = {"flash": folder / f"spill-{len(blocks)}"} if flash else tier
+            static = stack.enter_context(closing(StaticBatches(model, work, budget, sizes, blocks, **place)))
+            runs[name], passes[name], read[name] = static, static.passes, static.plan.read
+            print(f"  {name}: {static.count} batches of {static.size}", flush=True)
         if flash:
+            held = {size: static.held[size, 1] for size in sizes}
             disk = AccelerateDisk(model, work, budget, folder / "accelerate", held)
-            runs["Accelerate disk_offload"] = disk
-            passes["Accelerate disk_offload"], read["Accelerate disk_offload"] = disk.passes, total
+            name = "Accelerate disk_offload"
+            runs[name], passes[name], read[name] = disk, disk.passes, total
         result = compared(model, work, runs, rounds)
         before = generator.passes
         runs["ours"]()
         plan = generator.memory.plan  # type: ignore[union-attr]
         assert plan is not None
         passes["ours"], read["ours"] = generator.passes - before, plan.read
-        print(
-            f"  ours: {plan.requests} requests, {passes['ours']} passes of {plan.read >> 10} KiB", flush=True
-        )
         for name, one in result.items():
             one.update(passes=passes[name], read_by_a_pass=read[name])
     return {"budget": budget, "weights": total, "runs": result}
@@ -144,7 +139,6 @@ def fits(model: Any, work: Work, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def measured(names: tuple[str, ...], short: bool, rounds: int, folder: Path) -> dict[str, Any]:
-    """The rows of these names."""
     model = new_model(SHORT if short else MODEL)
     model.save_pretrained(folder / "model")
     requests = partial(drawn, vocabulary=256, lengths_first=True)
@@ -165,30 +159,21 @@ def measured(names: tuple[str, ...], short: bool, rounds: int, folder: Path) -> 
         print(name, flush=True)
         result[name] = {**rows[name](), "seconds": time.perf_counter() - began}
         for which, one in result[name]["runs"].items():
-            beside = "".join(
-                f"; {ratio_text(ratio)} of the {kind}"
-                for kind, ratio in one.get("slower_than_ours", {}).items()
-            )
-            print(
-                f"  {which}: {one['clock_s']:.3f} s, {one['processor_s']:.3f} s of the processor{beside}; "
-                f"{len(one['differences'])} answers differ",
-                flush=True,
-            )
+            print(f"  {which}: {one}", flush=True)
     return result
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference-memory.md."""
     yield from circumstances(result)
 
     def row(group: str, name: str, one: Mapping[str, Any]) -> Iterator[str]:
         yield f"{group}: {name}"
-        yield from (f"{one[f'{kind}_s']:.2f} s" for kind in ("clock", "processor"))
-        ratio = one.get("slower_than_ours")
-        yield from ("1", "1") if ratio is None else map(ratio_text, (ratio["clock"], ratio["processor"]))
+        yield from (f"{one[f'{kind}_s']:.2f} s" for kind in KINDS)
+        beside = one.get("slower_than_ours")
+        yield from ("1" if beside is None else ratio_text(beside[kind]) for kind in KINDS)
 
-    yield from table_of_rows(
-        "clock | processor | clock, beside ours | processor, beside ours",
+    yield from table(
+        " | clock | processor | clock, beside ours | processor, beside ours",
         (tuple(row(name, *one)) for name, found in result["rows"].items() for one in found["runs"].items()),
     )
 

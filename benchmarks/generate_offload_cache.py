@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from generation import Cache
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -24,36 +26,32 @@ from hyper_parallel.compat import backend
 from hyper_parallel.offloading.tiers import HostTier, Pending
 
 PAGE = 64
-Made = Callable[[], AbstractContextManager[Any]]
 
 
-def policies(config: Any, batch: int, longest: int, budget: int, host: int) -> dict[str, Made]:
+def policies(config: Any, batch: int, longest: int, budget: int, host: int) -> dict[str, Cache]:
     """Of each policy, what makes a cache for one batch of `batch` requests of at most `longest` tokens. `budget`,
     `host`: bytes."""
     side = 4 * batch * config.num_key_value_heads * config.head_dim
     pages = (budget // (2 * side) - longest) // PAGE
-
-    def made(kind: Callable[[HostTier], DynamicLayer], slots: int, each: int) -> Made:
-        @contextmanager
-        def open_() -> Iterator[DynamicCache]:
-            with HostTier(backend(), host) as tier:
-                tier.reserve(dict.fromkeys(range(slots), each))
-                cache = DynamicCache(config=config)
-                shared = kind(tier)
-                cache.layers = [shared.layer(place) for place in range(config.num_hidden_layers)]  # type: ignore[attr-defined]
-                yield cache
-                shared.finish()  # type: ignore[attr-defined]
-
-        return open_
-
     layers = config.num_hidden_layers
     per_layer = -(-longest // PAGE)
+
+    @contextmanager
+    def made(kind: Callable[[HostTier], _Whole | _Pages], slots: int, each: int) -> Iterator[DynamicCache]:
+        with HostTier(backend(), host) as tier:
+            tier.reserve(dict.fromkeys(range(slots), each))
+            cache, policy = DynamicCache(config=config), kind(tier)
+            cache.layers = [_Layer(policy, place) for place in range(layers)]
+            yield cache
+            policy.finish()
+
+    whole = 2 * layers, side * longest
     return {
-        "OffloadedCache's policy": made(lambda tier: _Whole(tier, layers, None), 2 * layers, side * longest),
-        "OffloadedStaticCache's policy": made(
-            lambda tier: _Whole(tier, layers, longest), 2 * layers, side * longest
+        "OffloadedCache's policy": partial(made, lambda tier: _Whole(tier, layers, None), *whole),
+        "OffloadedStaticCache's policy": partial(made, lambda tier: _Whole(tier, layers, longest), *whole),
+        "LRU pages": partial(
+            made, lambda tier: _Pages(tier, per_layer, pages), layers * per_layer, 2 * side * PAGE
         ),
-        "LRU pages": made(lambda tier: _Pages(tier, per_layer, pages), layers * per_layer, 2 * side * PAGE),
     }
 
 
@@ -62,8 +60,6 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """A layer of a policy."""
-
     def __init__(self, policy: Any, place: int) -> None:
         super().__init__()
         self.policy, self.place, self.tokens = policy, place, 0
@@ -87,33 +83,25 @@ class _Whole:
         self.static = static
         self._tier, self._layers = tier, layers
         self._shapes: dict[int, torch.Size] = {}
-        self._here: dict[int, tuple[tuple[Tensor, Tensor], list[Pending]]] = {}
+        self._here: dict[int, tuple[tuple[Tensor | None, Tensor | None], list[Pending]]] = {}
         self._leaving: list[tuple[Tensor, Pending]] = []
-
-    def layer(self, place: int) -> _Layer:
-        """For the cache."""
-        return _Layer(self, place)
 
     def update(self, place: int, first: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Bring the layer, begin to read the next one, and write the layer."""
         if place not in self._here and place in self._shapes:
             self._read(place)
         self.finish()  # the layer before has left
-        old = None
-        if place in self._here:
-            old, pending = self._here.pop(place)
-            for one in pending:
-                one.wait()
+        there, pending = self._here.pop(place, ((None, None), []))
+        for one in pending:
+            one.wait()
         following = (place + 1) % self._layers
         if following in self._shapes and following != place:
             self._read(following)
-        whole = tuple(
-            self._joined(None if old is None else old[at], x, first) for at, x in enumerate((keys, values))
-        )
+        whole = self._joined(there[0], keys, first), self._joined(there[1], values, first)
         self._shapes[place] = whole[0].shape
         for at, x in enumerate(whole):
             self._leaving.append((x, self._tier.begin_write(2 * place + at, _bytes(x))))
-        return whole[0], whole[1]
+        return whole
 
     def finish(self) -> None:
         """Let writes end."""
@@ -130,11 +118,9 @@ class _Whole:
         return old
 
     def _read(self, place: int) -> None:
-        keys, values = torch.empty(self._shapes[place]), torch.empty(self._shapes[place])
-        pending: list[Pending] = [
-            self._tier.begin_read(2 * place + at, _bytes(x)) for at, x in enumerate((keys, values))
-        ]
-        self._here[place] = (keys, values), pending
+        there = torch.empty(self._shapes[place]), torch.empty(self._shapes[place])
+        slots = enumerate(there, 2 * place)
+        self._here[place] = there, [self._tier.begin_read(slot, _bytes(x)) for slot, x in slots]
 
 
 class _Pages:
@@ -147,10 +133,6 @@ class _Pages:
         self._tier, self._per_layer, self._room = tier, per_layer, room
         self._here: OrderedDict[int, Tensor] = OrderedDict()
         self._changed: set[int] = set()
-
-    def layer(self, place: int) -> _Layer:
-        """For the cache."""
-        return _Layer(self, place)
 
     def update(self, place: int, first: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Gather the layer's pages, the new tokens among them."""

@@ -126,41 +126,32 @@ class StaticBatches:
                 for count in batches_of_blocks
                 if size <= len(work.prompts) and size * count < len(work.prompts) + size
             }
-        self._tiers = open_tiers(backend(), **tiers)
-        units = units_of(self.model)
-        room = {name: tier.capacity for name, tier in self._tiers.items()}
-        stored = WeightTiers(units, self._tiers, room)
+        self._tiers, units = open_tiers(backend(), **tiers), units_of(self.model)
+        stored = WeightTiers(units, self._tiers, {name: tier.capacity for name, tier in self._tiers.items()})
         buffer, source = torch.empty(max(map(slot_bytes, units)), dtype=torch.uint8), ModelSource(self.model)
         for unit in units:
             stored.write(unit, buffer, source.fill)
             source.stored(unit)
         self.stream = WeightStream(self.model, units, stored, torch.device("cpu"))
         sizes = Sizes(tuple(unit.size for unit in units), self.stream.fixed, 0)
-        plans = {
-            key: make_plan(sizes, budget, requests=key[0] * key[1], pages=0, workspace=bytes_)
-            for key, bytes_ in self.held.items()
-        }
-        self.size, self.count = min(
-            (key for key, plan in plans.items() if plan is not None),
-            key=lambda key: (self._passes(*key) * plans[key].read, key[1]),  # type: ignore[union-attr]
-        )
-        plan = plans[self.size, self.count]
-        assert plan is not None
-        self.plan: MemoryPlan = plan
+        plans: dict[tuple[int, int], MemoryPlan] = {}
+        for (size, count), bytes_ in self.held.items():
+            if plan := make_plan(sizes, budget, requests=size * count, pages=0, workspace=bytes_):
+                plans[size, count] = plan
+        self.size, self.count = min(plans, key=lambda key: (self._passes(*key) * plans[key].read, key[1]))
+        self.plan = plan = plans[self.size, self.count]
         self.passes = self._passes(self.size, self.count)
         self.stream.place(
             [units[at] for at in plan.resident], [units[at] for at in plan.gathered], plan.buffer
         )
 
     def __call__(self) -> Answers:
-        """The answers."""
         found = []
         with torch.no_grad():
             for places in self._blocks(self.size, self.count):
-                block = [
-                    Batch([self.work.prompts[at] for at in batch], self.model.config) for batch in places
-                ]
-                for _ in range(max(self.work.lengths[at] for batch in places for at in batch)):
+                prompts = ([self.work.prompts[at] for at in batch] for batch in places)
+                block = [Batch(one, self.model.config) for one in prompts]
+                for _ in range(self._longest(places)):
                     for batch, logits in zip(block, self.model(block), strict=True):
                         batch.take(logits)
                 found += [answer for batch in block for answer in batch.answers]
@@ -179,10 +170,10 @@ class StaticBatches:
             yield [range(at, min(at + size, last)) for at in range(first, last, size)]
 
     def _passes(self, size: int, count: int) -> int:
-        return sum(
-            max(self.work.lengths[at] for batch in places for at in batch)
-            for places in self._blocks(size, count)
-        )
+        return sum(map(self._longest, self._blocks(size, count)))
+
+    def _longest(self, places: Sequence[range]) -> int:
+        return max(self.work.lengths[at] for batch in places for at in batch)
 
     def _held(self, size: int, count: int) -> int:
         """Bytes that a block holds beside weights: measured in its first pass and in its last one."""
@@ -216,16 +207,11 @@ class AccelerateDisk:
         self.size = max(size for size, bytes_ in held.items() if bytes_ <= most)
         accelerate.disk_offload(self.model, str(folder), execution_device=torch.device("cpu"))
         self.model.register_forward_hook(lambda *_: uncached(folder))
-        self.passes = sum(
-            max(work.lengths[first : first + self.size]) for first in range(0, len(work.prompts), self.size)
-        )
+        firsts = range(0, len(work.prompts), self.size)
+        self.passes = sum(max(work.lengths[first : first + self.size]) for first in firsts)
 
     def __call__(self) -> Answers:
-        """The answers."""
         return generated(self.model, self.work, self.size)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def uncached(folder: Path) -> None:

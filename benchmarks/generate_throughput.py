@@ -9,28 +9,16 @@
 
 They take turns in one process. All give greedy tokens; those of ours and static are compared, with ties listed. Seconds
 are of the clock, and of the processor, which says more where others use the machine. Writes
-``benchmarks/results/generate_throughput.json``, unless flags shorten it.
+``benchmarks/results/generate_throughput.json``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
 from commandline import run
-from generation import (
-    Answers,
-    Run,
-    Work,
-    answered,
-    continuous,
-    differences,
-    medians,
-    ratios,
-    static,
-    turns,
-)
+from generation import Work, answered, continuous, differences, medians, ratios, static, turns
 from generation import drawn as drawn_between
 from measure import quiet, ratio_text, taken
 from pages import Benchmark, table
@@ -42,7 +30,6 @@ from hyper_parallel import Generator
 REQUESTS, SHORTEST, LONGEST = 64, 16, 256
 PROMPTS = (8, 64)
 SIZES = (16, 32, 64)
-"""Of static batches."""
 PAGES = (32, 256)
 """Tokens of a page of `generate_batch`."""
 VOCABULARY = 4096
@@ -54,45 +41,37 @@ OTHERS = ("static", "continuous")
 
 
 def drawn(requests: int, longest: int, vocabulary: int) -> Work:
-    """The requests."""
     return drawn_between(requests, PROMPTS, (SHORTEST, longest), vocabulary)
 
 
-def ours(model: Any, work: Work) -> Run:
-    """`Generator`, with the model from a folder, as the command has it."""
-    with scratch() as folder:
-        model.save_pretrained(folder)
-        return answered(Generator(folder), work)
-
-
-def measured(fields: Mapping[str, Any], work: Work, rounds: int, others: Sequence[str]) -> dict[str, Any]:
-    """One model with the threads that are set."""
+def measured(fields: Mapping[str, Any], work: Work, rounds: int) -> dict[str, Any]:
     model = new_model(dict(fields))
     result: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
-    runs = {"ours": ours(model, work)}
+    with scratch() as folder:  # as the command has it
+        model.save_pretrained(folder)
+        runs = {"ours": answered(Generator(folder), work)}
     made = {
         "static": {str(size): static(model, work, size) for size in SIZES},
         "continuous": {str(page): continuous(model, work, page) for page in PAGES},
     }
-    for name in others:
-        seconds = {size: min(taken(one).processor for _ in range(2)) for size, one in made[name].items()}
+    for name, others in made.items():
+        seconds = {size: min(taken(one).processor for _ in range(2)) for size, one in others.items()}
         best = min(seconds, key=seconds.__getitem__)
-        runs[name] = made[name][best]
+        runs[name] = others[best]
         result[name] = {"chosen": int(best), "processor_s_by_size": seconds}
     runs["ours"]()
     found = turns(runs, rounds)
-    answers: dict[str, Answers] = {name: one[-1].result for name, one in found.items()}
     for name, one in found.items():
         own = medians(one)
         result.setdefault(name, {}).update(own, tokens_per_s=sum(work.lengths) / own["clock_s"])
-    for name in others:
+    for name in OTHERS:
         result[name]["faster"] = ratios(found[name], found["ours"])
-        result[name]["different"] = differences(model, work, answers["ours"], answers[name])
+        answers = (found[which][-1].result for which in ("ours", name))
+        result[name]["different"] = differences(model, work, *answers)
     return result
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/inference.md."""
     cases = result["cases"]
     rounds = next(iter(cases.values()))["static"]["faster"]["clock"]["pairs"]
     yield f"{result['machine']['cpu']}, {rounds:.0f} rounds; medians, and of ratios a 95% interval."
@@ -113,35 +92,13 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
 BENCHMARK = Benchmark("generate_throughput", {"inference.md": page})
 
 
-def main(
-    rounds: int = 7,
-    cases: Annotated[tuple[str, ...], "layers x width", tuple(CASES)] = tuple(CASES),
-    threads: tuple[int, ...] = (1,),
-    others: Annotated[tuple[str, ...], OTHERS] = OTHERS,
-    requests: int = REQUESTS,
-    longest: Annotated[int, "tokens of an answer, at most"] = LONGEST,
-) -> None:
-    """Measure; what is shortened is not written."""
-    quiet()
+def main(rounds: int = 7) -> None:
+    quiet(threads=1)
     found: dict[str, Any] = {}
-    for case in cases:
-        for count in threads:
-            torch.set_num_threads(count)
-            work = drawn(requests, longest, VOCABULARY)
-            name = f"{case}, {count} threads"
-            one = found[name] = measured(CASES[case], work, rounds, others)
-            print(f"{name}: {one['ours']['processor_s']:.2f} s of the processor", flush=True)
-            for other in others:
-                faster = one[other]["faster"]
-                print(
-                    f"  {other} ({one[other]['chosen']}): clock {ratio_text(faster['clock'])}, processor "
-                    f"{faster['processor']['ratio']:.2f}x; {one[other]['different']}",
-                    flush=True,
-                )
-    if (tuple(cases), tuple(others), requests, longest) == (tuple(CASES), OTHERS, REQUESTS, LONGEST):
-        BENCHMARK.keep(
-            {"requests": requests, "prompts": PROMPTS, "answers": (SHORTEST, longest), "cases": found}
-        )
+    for case, fields in CASES.items():
+        found[f"{case}, 1 threads"] = one = measured(fields, drawn(REQUESTS, LONGEST, VOCABULARY), rounds)
+        print(case, one, flush=True)
+    BENCHMARK.keep({"requests": REQUESTS, "prompts": PROMPTS, "answers": (SHORTEST, LONGEST), "cases": found})
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ first do, which is a tie where it is small.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from measure import Taken, in_turns, paired_ratio, taken
-from pages import table
 from torch import Tensor
 from transformers import ContinuousBatchingConfig
 
@@ -125,11 +124,9 @@ def continuous(model: Any, work: Work, page: int) -> Run:
         config = ContinuousBatchingConfig(
             page_size=page, num_blocks=blocks, max_batch_tokens=256, max_requests_per_batch=len(tokens)
         )
+        batching = model.continuous_batching_context_manager(continuous_batching_config=config)
         found: dict[str, list[int]] = {}
-        with (
-            torch.no_grad(),
-            model.continuous_batching_context_manager(continuous_batching_config=config) as manager,
-        ):
+        with torch.no_grad(), batching as manager:
             for place, (ids, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
                 manager.add_request(ids, request_id=str(place), max_new_tokens=length)
             while len(found) < len(tokens):
@@ -154,28 +151,35 @@ def turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[
     return in_turns(runs, max(rounds, 1), taken, warm=1 if rounds else 0)
 
 
+KINDS = ("clock", "processor")
+"""Of seconds."""
+
+
+def seconds(runs: Sequence[Taken], kind: str) -> list[float]:
+    """Of each run."""
+    return [getattr(one, kind) for one in runs]
+
+
 def medians(runs: Sequence[Taken]) -> dict[str, float]:
     """Seconds of the clock and of the processor."""
-    return {
-        "clock_s": statistics.median(one.clock for one in runs),
-        "processor_s": statistics.median(one.processor for one in runs),
-    }
+    return {f"{kind}_s": statistics.median(seconds(runs, kind)) for kind in KINDS}
 
 
 def ratios(runs: Sequence[Taken], others: Sequence[Taken]) -> dict[str, dict[str, float]]:
     """How many times the seconds of `others` these take, by the clock and by the processor."""
-    return {
-        "clock": paired_ratio([one.clock for one in runs], [one.clock for one in others]),
-        "processor": paired_ratio([one.processor for one in runs], [one.processor for one in others]),
-    }
+    return {kind: paired_ratio(seconds(runs, kind), seconds(others, kind)) for kind in KINDS}
+
+
+def equal_tokens(one: Sequence[int], two: Sequence[int]) -> int:
+    """Before the first that differs."""
+    return next((at for at, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]), len(one))
 
 
 def logit_gaps(model: Any, work: Work, own: Answers, other: Answers) -> list[float]:
     """Of each answer that differs: how near the two logits are where it first does."""
     gaps = []
     for prompt, one, two in zip(work.prompts, own, other, strict=True):
-        place = next((at for at, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]), None)
-        if place is not None:
+        if (place := equal_tokens(one, two)) < len(one):
             with torch.no_grad():
                 ids = torch.tensor([prompt + one[:place]], device=model.device)
                 logits = model(ids).logits[0, -1]
@@ -191,13 +195,5 @@ def differences(model: Any, work: Work, own: Answers, other: Answers) -> dict[st
 
 def circumstances(result: Mapping[str, Any]) -> Iterator[str]:
     """What stands above a table of a result with `rounds` and `load`."""
-    cores = result["machine"]["cores"]
-    yield f"Rounds: {result['rounds']}. Load of the machine's {cores} cores before it began: {result['load']:.1f}."
-    yield ""
-
-
-def table_of_rows(header: str, rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """A table whose first column, the names of rows, has no title."""
-    first, *rest = table(f"name | {header}", rows)
-    yield first.replace("| name |", "| |", 1)
-    yield from rest
+    load = f"Load of the machine's {result['machine']['cores']} cores before it began: {result['load']:.1f}."
+    yield from (f"Rounds: {result['rounds']}. {load}", "")

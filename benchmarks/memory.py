@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import time
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from functools import partial
+from itertools import product
+from typing import Any
 
 from commandline import run
+from measure import taken_seconds
 from pages import Benchmark, table
 from processes import TRIMMED, fresh, workers
 from shapes import NO_ENDS, Fields, gpt2, llama, with_layers
@@ -94,9 +96,7 @@ def observed(
         graph.run(tensors, silent_host)
     collected()
     backend.reset_memory_peak()
-    begun = time.perf_counter()
-    graph.run(tensors, silent_host)
-    seconds = time.perf_counter() - begun
+    seconds = taken_seconds(partial(graph.run, tensors, silent_host))
     return {
         "predicted": float(predicted),
         "with_workspaces": float(with_workspaces),
@@ -125,15 +125,11 @@ def measured(model: str, strategy: str) -> dict[str, float]:
     """The first rank's peaks, from fresh processes."""
     world = hp.Strategy(**STRATEGIES[strategy]).axes.world
     if world == 1:  # without a group
-        alone: dict[str, float] = fresh(worker, 0, 1, model, strategy, **TRIMMED)
-        return alone
-    first: dict[str, float] = workers(worker, world, model, strategy, **TRIMMED)[0]
-    return first
+        return dict(fresh(worker, 0, 1, model, strategy, **TRIMMED))
+    return dict(workers(worker, world, model, strategy, **TRIMMED)[0])
 
 
 def page(kept: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/memory.md."""
-
     def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         live, resident = row["predicted"] / row["live"], row["with_workspaces"] / row["resident"]
         mb = [f"{row[key] / 1e6:.1f} MB" for key in ("predicted", "live", "with_workspaces", "resident")]
@@ -149,19 +145,12 @@ def page(kept: Mapping[str, Any]) -> Iterator[str]:
 BENCHMARK = Benchmark("memory", {"memory.md": page})
 
 
-def main(
-    models: Annotated[tuple[str, ...], tuple(MODELS)] = tuple(MODELS),
-    strategies: Annotated[tuple[str, ...], tuple(STRATEGIES)] = tuple(STRATEGIES),
-) -> None:
-    """Measure; each row takes the place of an earlier one of the result."""
-    known = {(row["model"], row["strategy"]): row for row in BENCHMARK.kept().get("measured", [])}
-    for model in models:
-        for strategy in strategies:
-            row = {"model": model, "strategy": strategy, **measured(model, strategy)}
-            print([*page({"measured": [row]})][-1], flush=True)
-            known[model, strategy] = row
-            rows = [known[name, s] for name in MODELS for s in STRATEGIES if (name, s) in known]
-            BENCHMARK.keep({"rows": ROWS, "positions": POSITIONS, "measured": rows})
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    for model, strategy in product(MODELS, STRATEGIES):
+        rows.append({"model": model, "strategy": strategy, **measured(model, strategy)})
+        print([*page({"measured": rows})][-1], flush=True)
+    BENCHMARK.keep({"rows": ROWS, "positions": POSITIONS, "measured": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A memory budget beside the alternatives: python benchmarks/offload.py [--only PART …] [--quick]
+"""A memory budget beside the alternatives: python benchmarks/offload.py [--only PART …]
 
 Three parts, each of which can run alone; what the others found before stays in the result file.
 
@@ -13,8 +13,8 @@ A contestant's point is its peak and its seconds; that ours lies on or below ano
 no more and takes no longer. In the simulated part both are exact; in the real one a step counts as no longer where the
 median of the paired ratios is at most 1.
 
-With --quick, small shapes and few rounds; nothing is kept. Some minutes in all, and one core is used at a time but by
-copies and by the two simulated workloads. A part that was not run yet is named on the page.
+A part that was not run yet is named on the page. Some minutes in all, and one core is used at a time but by copies and
+by the two simulated workloads.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import offload_peers as peers
 from campaigns import in_processes
 from commandline import run
-from measure import paired_ratio
+from measure import in_turns, paired_ratio
 from offload_ascend import RUNS, predicted
 from offload_real import Contestant, Setting, bounds, serve
 from pages import Benchmark, table
 from processes import Stepping, scratch
+from shapes import LLAMA_8B
 from training import SEQUENCE, llama_8b_step
 
 from hyper_parallel.calibrate import Settings, calibrate
@@ -44,7 +44,6 @@ from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading import OffloadTier, Rate
 from hyper_parallel.offloading.schedule.offload_pass import planned
 
-PARTS = ("real", "simulated", "ascend")
 EMULATED = 512 << 20
 """B/s each way of the link in the real part: what a copy takes of a step is then of the order that it is on a GPU."""
 ROUNDS = 5
@@ -54,7 +53,6 @@ ROWS = (1, 4)
 """Rows of the simulated workloads."""
 SHARES = (0.1, 0.25, 0.5)
 """Where further budgets lie between the working set and the peak."""
-HOST_BYTES = 2**40
 _COMPARED = 3
 """Steps whose losses are compared."""
 OTHERS: dict[str, tuple[str, Contestant]] = {
@@ -74,86 +72,54 @@ POLICIES: dict[str, Callable[[peers.Case], peers.Point]] = {
     "save_on_cpu (and offload_wrapper)": peers.save_on_cpu,
     "activations a layer ahead": peers.layer_ahead,
     "CPUOffloadPolicy": peers.cpu_offload,
-    "CPUOffloadPolicy, layer recompute": peers.cpu_offload_recomputed,
+    "CPUOffloadPolicy, layer recompute": partial(peers.cpu_offload, recompute=True),
 }
 
 
 # Real.
 
 
-@dataclass(frozen=True)
-class Running:
-    """A contestant's process."""
+def real() -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    processes: dict[str, Stepping] = {}
+    with scratch(on_disk=True) as folder:
+        cluster = folder / "cluster.yaml"  # by which plans are made
+        calibrate(Settings(workers=1, level="quick", folder=folder), lambda said: None).dump(cluster)
+        setting = Setting(LAYERS, EMULATED, str(folder / "spill"), str(cluster))
 
-    note: str
-    how: Contestant
-    process: Stepping
-    about: Mapping[str, Any]
-    """Its peak, its losses and what is known of its plan."""
+        def begin(name: str, note: str, how: Contestant) -> None:
+            process = processes[name] = Stepping(serve, how, setting)
+            row = {"name": name, "note": note, "ours": how.budget is not None, "flash": how.flash}
+            rows.append(row | process.next())
+            print(f"  {name}: {rows[-1]['peak'] / 2**20:.1f} MiB", flush=True)
 
-
-def real(quick: bool, rounds: int, cluster: Path | None, flash: Path | None) -> dict[str, Any]:
-    """Contestants taking turns."""
-    layers, rounds = (2, 2) if quick else (LAYERS, rounds)
-    with scratch() as folder:
-        cluster = cluster or _calibrated(folder, quick)
-        setting = Setting(layers, EMULATED, str(flash or folder / "spill"), str(cluster))
-        running = {name: _started(name, note, how, setting) for name, (note, how) in OTHERS.items()}
+        for name, (note, how) in OTHERS.items():
+            begin(name, note, how)
         known = bounds(setting)
-        for name, how in _ours(running, known["working_set"]).items():
-            running[name] = _started(name, "real direct I/O" if how.flash else "", how, setting)
-        seconds: dict[str, list[float]] = {name: [] for name in running}
-        for _ in range(rounds):
-            for name, one in running.items():
-                seconds[name].append(one.process.next())
-        for one in running.values():
-            one.process.close()
-    rows = [
-        {
-            "name": name,
-            "note": one.note,
-            "ours": one.how.budget is not None,
-            "flash": one.how.flash,
-            **one.about,
-            "seconds": seconds[name],
-            "median_s": statistics.median(seconds[name]),
-        }
-        for name, one in running.items()
-    ]
-    known_losses = [row["losses"][:_COMPARED] for row in rows]
+        for name, how in _ours(rows, known["working_set"]).items():
+            begin(name, "real direct I/O" if how.flash else "", how)
+        seconds = in_turns({name: one.next for name, one in processes.items()}, ROUNDS, lambda step: step())
+        for one in processes.values():
+            one.close()
+    for row in rows:
+        row |= {"seconds": seconds[row["name"]], "median_s": statistics.median(seconds[row["name"]])}
+    losses = [row["losses"][:_COMPARED] for row in rows]
     return {
-        "layers": layers,
+        "layers": LAYERS,
         "emulated_bandwidth": EMULATED,
         **known,
         "rows": rows,
-        "same_bits": all(row["losses"][:_COMPARED] == known_losses[0] for row in rows if row["ours"]),
-        "losses_apart": max(
-            abs(a - b) for row in known_losses for a, b in zip(row, known_losses[0], strict=True)
-        ),
+        "same_bits": all(row["losses"][:_COMPARED] == losses[0] for row in rows if row["ours"]),
+        "losses_apart": max(abs(a - b) for one in losses for a, b in zip(one, losses[0], strict=True)),
         "below": _below_measured(rows),
         "load": os.getloadavg(),
     }
 
 
-def _started(name: str, note: str, how: Contestant, setting: Setting) -> Running:
-    process = Stepping(serve, how, setting)
-    started = Running(note, how, process, process.next())
-    print(f"  {name}: {started.about['peak'] / 2**20:.1f} MiB", flush=True)
-    return started
-
-
-def _calibrated(folder: Path, quick: bool) -> Path:
-    """This machine's cluster file: by what plans are made."""
-    print("  this machine is measured, for the planner's clock", flush=True)
-    settings = Settings(workers=1, level="tiny" if quick else "quick", folder=folder)
-    calibrate(settings, lambda said: None).dump(folder / "cluster.yaml")
-    return folder / "cluster.yaml"
-
-
-def _ours(others: Mapping[str, Running], working_set: int) -> dict[str, Contestant]:
+def _ours(rows: Sequence[Mapping[str, Any]], working_set: int) -> dict[str, Contestant]:
     """Budgets: the peaks of the two ways that hold least, and half of the way from the working set to the lower."""
-    recompute = min(one.about["peak"] for one in others.values() if one.how.recompute)
-    saved = min(others[name].about["peak"] for name in OTHERS if name.endswith("arena"))
+    recompute = min(row["peak"] for row in rows if OTHERS[row["name"]][1].recompute)
+    saved = min(row["peak"] for row in rows if row["name"].endswith("arena"))
     low = (working_set + min(recompute, saved)) // 2
     return {
         f"ours, {budget / 2**20:.0f} MiB, {'flash' if flash else 'host'}": Contestant(
@@ -180,47 +146,45 @@ def _below_measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # Simulated.
 
 
-def simulated(rows: Sequence[int], layers: int) -> dict[str, Any]:
+def simulated() -> dict[str, Any]:
     """Each workload in a process of its own."""
-    found = dict(in_processes(partial(workload, layers=layers), rows, workers=2, per_process=1))
+    found = dict(in_processes(workload, ROWS, workers=2, per_process=1))
     return {
         "machine": "one H100 and its link to the host (simulated)",
-        "workloads": [found[count] for count in rows],
+        "workloads": [found[rows] for rows in ROWS],
     }
 
 
-def workload(rows: int, layers: int) -> dict[str, Any]:
+def workload(rows: int) -> dict[str, Any]:
     """Others' points and ours, of a step of so many rows."""
-    step = llama_8b_step(layers, rows)
     cluster = Cluster.named("h100")
     link = cluster.link("host")
-    case = peers.Case(step, cluster, Rate(link.latency, link.reached))
-    points = {name: policy(case) for name, policy in POLICIES.items()}
+    case = peers.Case(llama_8b_step(rows=rows), cluster, Rate(link.latency, link.reached))
+    others = {name: asdict(policy(case)) for name, policy in POLICIES.items()}
     free = case.problem()
     peak, least = max(free.profile()), free.working_set
-    budgets = [point.peak for point in points.values()]
-    budgets += [int(least + share * (peak - least)) for share in SHARES]
-    ours = [found for budget in sorted(set(budgets)) if (found := our_point(case, budget))]
+    budgets = {point["peak"] for point in others.values()}
+    budgets |= {int(least + share * (peak - least)) for share in SHARES}
+    ours = [found for budget in sorted(budgets) if (found := our_point(case, budget))]
     return {
         "rows": rows,
-        "layers": layers,
+        "layers": LLAMA_8B["num_hidden_layers"],
         "sequence": SEQUENCE,
         "link_B_s": case.link.bandwidth,
         "working_set": least,
         "peak": peak,
-        "others": {name: asdict(point) for name, point in points.items()},
+        "others": others,
         "ours": ours,
-        "below": below_simulated({name: asdict(point) for name, point in points.items()}, ours),
+        "below": below_simulated(others, ours),
     }
 
 
 def our_point(case: peers.Case, budget: int) -> dict[str, Any] | None:
     """Our plan for a budget; None where it is refused."""
     begun = time.perf_counter()
+    host = OffloadTier("host", 2**40, case.link, case.link)
     try:
-        found = planned(
-            case.step, case.cluster, budget, (OffloadTier("host", HOST_BYTES, case.link, case.link),)
-        )
+        found = planned(case.step, case.cluster, budget, (host,))
     except BudgetError:
         return None
     return {
@@ -240,14 +204,16 @@ def below_simulated(
     """Of each other policy: the quickest plan of ours that holds no more, and whether it takes no longer."""
     found: dict[str, Any] = {}
     for name, other in others.items():
-        fits = [one for one in ours if one["peak"] <= other["peak"]]
-        if not fits:
-            found[name] = {"on_or_below": False}
-            continue
-        best = min(fits, key=lambda one: float(one["seconds"]))
-        ratio = best["seconds"] / other["seconds"]
-        found[name] = {"budget": best["budget"], "ratio": ratio, "on_or_below": ratio <= 1 + 1e-9}
+        found[name] = {"on_or_below": False}
+        if fits := [one for one in ours if one["peak"] <= other["peak"]]:
+            best = min(fits, key=lambda one: float(one["seconds"]))
+            ratio = best["seconds"] / other["seconds"]
+            found[name] = {"budget": best["budget"], "ratio": ratio, "on_or_below": ratio <= 1 + 1e-9}
     return found
+
+
+def ascend() -> dict[str, Any]:
+    return {name: predicted(one) for name, one in RUNS.items()}
 
 
 # What is shown.
@@ -255,38 +221,31 @@ def below_simulated(
 
 def lines(kept: Mapping[str, Any]) -> Iterator[str]:
     """The lines of all parts; for a part that was not run, a line that says so."""
-    for part, (what, shown) in _TABLES.items():
-        if part in kept:
-            yield from shown(kept[part])
-        else:
-            yield from (f"Not run yet: {what}.", "")
+    for part, (what, _, shown) in _PARTS.items():
+        yield from shown(kept[part]) if part in kept else (f"Not run yet: {what}.", "")
 
 
 def _simulated(found: Mapping[str, Any]) -> Iterator[str]:
-    missing = [str(rows) for rows in ROWS if rows not in [one["rows"] for one in found["workloads"]]]
-    if missing:
-        yield f"Not run yet: the simulated step of {' and '.join(missing)} rows."
-        yield ""
     for one in found["workloads"]:
         yield (
             f"Simulated: one H100, a link of {one['link_B_s'] / 1e9:.1f} GB/s each way, {one['rows']} × "
             f"{one['sequence']:,} tokens, {one['layers']} layers, no limit on the device's memory."
         )
         yield ""
-        yield "| | Peak | Step | Ours, holding no more |"
-        yield "|---|---|---|---|"
         seconds = {point["budget"]: point["seconds"] for point in one["ours"]}
+        rows = []
         for name, point in one["others"].items():
             below = one["below"][name]
             ours = f"{seconds[below['budget']]:.3f} s" if "budget" in below else "none"
-            yield f"| {name} | {_gib(point['peak'])} | {point['seconds']:.3f} s | {ours} |"
+            rows.append(f"| {name} | {_gib(point['peak'])} | {point['seconds']:.3f} s | {ours} |")
         known = {point["peak"] for point in one["others"].values()}
-        for point in one["ours"]:
-            if point["budget"] not in known:
-                yield f"| a budget of {_gib(point['budget'])} | {_gib(point['peak'])} | | {point['seconds']:.3f} s |"
-        yield ""
-        yield _verdict(one["below"])
-        yield ""
+        rows += [
+            f"| a budget of {_gib(point['budget'])} | {_gib(point['peak'])} | | {point['seconds']:.3f} s |"
+            for point in one["ours"]
+            if point["budget"] not in known
+        ]
+        yield from table(" | Peak | Step | Ours, holding no more", rows)
+        yield from ("", _verdict(one["below"]), "")
 
 
 def _real(found: Mapping[str, Any]) -> Iterator[str]:
@@ -300,87 +259,65 @@ def _real(found: Mapping[str, Any]) -> Iterator[str]:
         "median of the paired ratios and its 95% interval."
     )
     yield ""
-    yield "| | Peak | Step | | Ours, holding no more, takes |"
-    yield "|---|---|---|---|---|"
-    for row in rows:
+
+    def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         one = below.get(row["name"])
         ours = f"{one['ratio']:.2f} × ({one['low']:.2f} to {one['high']:.2f}): {one['by']}" if one else ""
-        yield f"| {row['name']} | {row['peak'] / 2**20:.1f} MiB | {row['median_s']:.3f} s | {row['note']} | {ours} |"
-    yield ""
-    yield _verdict(below)
-    alone = [name for name in others if name not in below]
-    if alone:
+        peak, seconds = f"{row['peak'] / 2**20:.1f} MiB", f"{row['median_s']:.3f} s"
+        return row["name"], peak, seconds, row["note"], ours
+
+    yield from table(" | Peak | Step | | Ours, holding no more, takes", map(cells, rows))
+    yield from ("", _verdict(below))
+    if alone := [name for name in others if name not in below]:
         yield f"None of our plans that were run holds as little as: {'; '.join(alone)}."
-    if found["same_bits"]:
-        yield "The losses of our steps equal those of eager ones bit for bit."
-    else:
-        yield "The losses of our steps do **not** equal those of eager ones bit for bit."
-    yield ""
+    equal = "equal" if found["same_bits"] else "do **not** equal"
+    yield from (f"The losses of our steps {equal} those of eager ones bit for bit.", "")
 
 
 def _ascend(found: Mapping[str, Any]) -> Iterator[str]:
     rows = []
-    for name, one in found.items():
-        if isinstance(one, dict):
-            for row in one["rows"]:
-                published = f"{row['published_s']:.2f} s" if row["published_s"] else ""
-                simulated = f"{row['simulated_s']:.2f} s"
-                rows.append(f"| {name}, {row['name']} | {_gib(row['peak'])} | {simulated} | {published} |")
-            ratios = f"{one['simulated_ratio']:.2f} | {one['published_ratio']:.2f}"
-            rows.append(f"| {name}, of the baseline's time | | {ratios} |")
+    for name in RUNS:
+        one = found[name]
+        for row in one["rows"]:
+            published = f"{row['published_s']:.2f} s" if row["published_s"] else ""
+            simulated = f"{row['simulated_s']:.2f} s"
+            rows.append(f"| {name}, {row['name']} | {_gib(row['peak'])} | {simulated} | {published} |")
+        ratios = f"{one['simulated_ratio']:.2f} | {one['published_ratio']:.2f}"
+        rows.append(f"| {name}, of the baseline's time | | {ratios} |")
     yield from table("On eight 910C | Peak, simulated | Step, simulated | Step, published", rows)
     yield ""
 
 
-_TABLES = {
-    "real": ("the real steps", _real),
-    "simulated": ("the simulated steps on an H100", _simulated),
-    "ascend": ("the simulated steps on eight 910C", _ascend),
-}
-
-
 def _verdict(below: Mapping[str, Mapping[str, Any]]) -> str:
+    if not below:
+        return "Ours is compared with no alternative."
     above = [name for name, one in below.items() if not one["on_or_below"]]
-    if not above:
-        return (
-            "Ours lies on or below the point of every alternative."
-            if below
-            else "Ours is compared with no alternative."
-        )
-    return f"Ours lies above the point of: {', '.join(above)}."
+    if above:
+        return f"Ours lies above the point of: {', '.join(above)}."
+    return "Ours lies on or below the point of every alternative."
 
 
 def _gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
+_PARTS = {
+    "real": ("the real steps", real, _real),
+    "simulated": ("the simulated steps on an H100", simulated, _simulated),
+    "ascend": ("the simulated steps on eight 910C", ascend, _ascend),
+}
 BENCHMARK = Benchmark("offload", {"offload.md": lines})
 
 
-def main(
-    only: Annotated[tuple[str, ...], PARTS] = PARTS,
-    quick: Annotated[bool, "small shapes; nothing is kept"] = False,
-    rounds: Annotated[int, "of the real part"] = ROUNDS,
-    layers: Annotated[int, "of the simulated part"] = 32,
-    rows: Annotated[tuple[int, ...], "of the simulated part"] = ROWS,
-    cluster: Annotated[Path | None, "this machine's cluster file; left out, it is measured"] = None,
-    flash: Annotated[Path | None, "a folder on the disk to use; left out, a temporary one"] = None,
-) -> None:
-    """Run, print, keep."""
-    result = {part: row for part, row in BENCHMARK.kept().items() if part in PARTS}
+def main(only: Annotated[tuple[str, ...], tuple(_PARTS)] = tuple(_PARTS)) -> None:
+    result = BENCHMARK.kept()
     for part in only:
         begun = time.perf_counter()
         print(f"{part} …", flush=True)
-        if part == "real":
-            found = real(quick, rounds, cluster, flash)
-        elif part == "simulated":
-            found = simulated(*((rows[:1], 2) if quick else (rows, layers)))
-        else:
-            found = {name: predicted(name, quick=quick) for name in RUNS}
-        print("\n".join(_TABLES[part][1](found)))
-        result[part] = {**found, "took_s": time.perf_counter() - begun}
-        if not quick:
-            BENCHMARK.keep({one: result[one] for one in PARTS if one in result})
+        _, measured, shown = _PARTS[part]
+        result[part] = {**measured(), "took_s": time.perf_counter() - begun}
+        print("\n".join(shown(result[part])))
+        BENCHMARK.keep({one: result[one] for one in _PARTS if one in result})
 
 
 if __name__ == "__main__":

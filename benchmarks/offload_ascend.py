@@ -14,17 +14,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from memory import SHAPE
 from shapes import DEEPSEEK_V3, LLAMA_8B, Fields, run_file, with_layers
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict
 from hyper_parallel.estimate import predict_run
 
-BUDGET = "54GB"
-"""Of the 64 GB of a device: the rest is for what kernels and the runtime take."""
-HOST = "170GB"
-"""For each device."""
+WAYS: dict[str, dict[str, Any]] = {
+    "baseline: layers computed again": {"recompute": "layer"},
+    "nothing computed again (too large)": {},
+    # Of the 64 GB of a device: the rest is for what kernels and the runtime take. The host's are for each device.
+    "ours, within a budget": {"device": "54GB", "host": "170GB", "expert_load": 1.0},
+}
+"""Name to `strategy.memory`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,6 @@ class Run:
 
     model: Fields
     axes: dict[str, int]
-    sequence: int
     batch: int
     micro_batch: int
     published: tuple[float, float]
@@ -45,7 +46,6 @@ RUNS = {
     "Llama-3-8B": Run(
         LLAMA_8B,
         {"shard": 8},
-        4096,
         24,
         3,
         (5.2, 4.08),
@@ -54,7 +54,6 @@ RUNS = {
     "DeepSeek-V3": Run(
         with_layers(DEEPSEEK_V3, 4),
         {"shard": 8, "expert": 8},
-        4096,
         8,
         1,
         (2.5, 2.19),
@@ -64,17 +63,16 @@ RUNS = {
 }
 
 
-def predicted(name: str, quick: bool = False) -> dict[str, Any]:
+def predicted(run: Run) -> dict[str, Any]:
     """The rows of a run, simulated, beside what is published."""
-    run = RUNS[name]
+    baseline, offloaded = run.published
+    precision = {"param": "float32", "compute": "bfloat16", "reduce": "float32"}
+    train = {"batch": run.batch, "micro_batch": run.micro_batch, "clip": 1.0}
     rows: list[dict[str, Any]] = []
-    ways: dict[str, tuple[dict[str, Any], float | None]] = {
-        "baseline: layers computed again": ({"recompute": "layer"}, run.published[0]),
-        "nothing computed again (too large)": ({}, None),
-        "ours, within a budget": ({"device": BUDGET, "host": HOST, "expert_load": 1.0}, run.published[1]),
-    }
-    for way, (memory, published) in ways.items():
-        found = predict_run(_config(run, memory, quick), Cluster.named("cloudmatrix384x8"))
+    for (way, memory), published in zip(WAYS.items(), (baseline, None, offloaded), strict=True):
+        strategy = {"axes": run.axes, "precision": precision, "memory": memory}
+        file = run_file(run.model, sequence=4096, strategy=strategy, train=train)
+        found = predict_run(from_dict(file), Cluster.named("cloudmatrix384x8"))
         rows.append(
             {
                 "name": way,
@@ -88,21 +86,6 @@ def predicted(name: str, quick: bool = False) -> dict[str, Any]:
     return {
         "assumed": run.assumed,
         "rows": rows,
-        "published_ratio": run.published[1] / run.published[0],
+        "published_ratio": offloaded / baseline,
         "simulated_ratio": rows[-1]["simulated_s"] / rows[0]["simulated_s"],
     }
-
-
-def _config(run: Run, memory: dict[str, Any], quick: bool) -> Any:
-    model = dict(run.model)
-    if quick:
-        small = {"hidden_size", "intermediate_size", "vocab_size"}
-        model |= {key: SHAPE[key] for key in small} | {"num_hidden_layers": 4}
-    strategy = {
-        "axes": run.axes,
-        "precision": {"param": "float32", "compute": "bfloat16", "reduce": "float32"},
-        "memory": memory,
-    }
-    train = {"batch": run.batch, "micro_batch": run.micro_batch, "clip": 1.0}
-    length = 256 if quick else run.sequence
-    return from_dict(run_file(model, sequence=length, strategy=strategy, train=train))

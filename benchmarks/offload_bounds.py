@@ -1,4 +1,4 @@
-"""How close plans of memory come to the best possible: python benchmarks/offload_bounds.py [--layers N] [--small]
+"""How close plans of memory come to the best possible: python benchmarks/offload_bounds.py [--small]
 
 The step of a Llama of 8B's shape (sequence 4,096, bf16 arithmetic, fp32 parameters and moments) is captured on one
 rank of H100s, with links to the host of 25, 50 and 400 GiB/s each way. For each link:
@@ -21,14 +21,13 @@ simulated.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from commandline import run
-from measure import write
+from measure import taken, write
 from pages import Benchmark
 from training import SHARES, llama_8b_step
 
@@ -39,7 +38,6 @@ from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading import OffloadTier, Plan, Problem, Rate, build_problem, choose
 from hyper_parallel.offloading.schedule.lower_bound import least_seconds, zero_stall_budget
 
-T = TypeVar("T")
 BENCHMARK = Benchmark("offload_bounds")
 LINKS = (25, 50, 400)
 """GiB/s each way."""
@@ -55,38 +53,25 @@ CLOSE = 1 / 512
 """Of the peak: how far the bisection of the least budget without stall goes."""
 
 
-def timed(solve: Callable[[], T], clock: Callable[[], float] = time.process_time) -> tuple[T, float]:
-    """What is found, and the seconds that it took: of a processor, where no other clock is given."""
-    begun = clock()
-    return solve(), clock() - begun
-
-
-def above(plan: Plan, bound: float, what: str) -> str:
-    """A plan beside a bound."""
-    return f"{plan.seconds:.5f} s a step, {what} {bound:.5f} s: {plan.seconds / bound - 1:+.2%}"
-
-
 def small_problem(seed: int) -> Problem:
     """A random problem, with a budget between the working set and the middle."""
+
+    def slower(rate: Rate) -> Rate:
+        return replace(rate, bandwidth=rate.bandwidth / SLOWER)
+
     draw = random.Random(seed)
     problem = drawn(seed, draw.randint(20, 60), draw.randint(40, 120))
-    slow = [
-        replace(
-            space,
-            out=replace(space.out, bandwidth=space.out.bandwidth / SLOWER),
-            back=replace(space.back, bandwidth=space.back.bandwidth / SLOWER),
-        )
-        for space in problem.spaces
-    ]
-    return under(replace(problem, spaces=tuple(slow)), draw.uniform(0.0, 0.5))
+    slow = tuple(replace(one, out=slower(one.out), back=slower(one.back)) for one in problem.spaces)
+    return under(replace(problem, spaces=slow), draw.uniform(0.0, 0.5))
 
 
 def small_instances(limit: float, seeds: Iterable[int]) -> list[dict[str, float]]:
     """A plan of each and its bounds, proved in so many seconds of the solver's processor; printed too."""
-    rows = []
+    rows: list[dict[str, float]] = []
     for seed in seeds:
         problem = small_problem(seed)
-        plan, took = timed(partial(choose, problem))
+        planning = taken(partial(choose, problem))
+        plan: Plan = planning.result
         linear = least_seconds(problem, places=problem.nodes)
         bound, closed = proved(problem, plan, linear, limit)
         rows.append(
@@ -98,14 +83,10 @@ def small_instances(limit: float, seeds: Iterable[int]) -> list[dict[str, float]
                 "bound_s": bound,
                 "linear_s": linear,
                 "closed": closed,
-                "planning_s": took,
+                "planning_s": planning.processor,
             }
         )
-        shown = f"  {len(problem.held)} storages, {problem.nodes} nodes: {above(plan, bound, 'whole copies at least')}"
-        stopped = "" if closed else " (solver stopped)"
-        print(
-            f"{shown}{stopped}; {above(plan, linear, 'linear program')}; planned in {took:.1f} s", flush=True
-        )
+        print(rows[-1], flush=True)
     summed("whole copies", "bound_s", rows)
     summed("whole copies, of which the solver came to its end", "bound_s", [r for r in rows if r["closed"]])
     summed("linear program", "linear_s", rows)
@@ -143,9 +124,9 @@ def without_stall(problem: Problem, low: int, high: int) -> tuple[int, list[floa
     while high - low > CLOSE * max(problem.profile()):
         middle = (low + high) // 2
         try:
-            plan, took = timed(partial(choose, replace(problem, budget=middle)))
-            seconds.append(took)
-            stalls = plan.stall > 1e-6 * problem.starts[-1]
+            planning = taken(partial(choose, replace(problem, budget=middle)))
+            seconds.append(planning.processor)
+            stalls = planning.result.stall > 1e-6 * problem.starts[-1]
         except BudgetError:
             stalls = True
         low, high = (middle, high) if stalls else (low, middle)
@@ -156,39 +137,34 @@ def at_link(base: Problem, link: int) -> dict[str, Any]:
     """The large step over one link to the host."""
     peak, least, rate = max(base.profile()), base.working_set, Rate(1e-5, link * 2**30)
     problem = replace(base, spaces=(OffloadTier("host", 2**40, rate, rate),))
-    bound, solved = timed(lambda: zero_stall_budget(problem), time.perf_counter)
-    ours, planning = without_stall(problem, max(bound, least), peak)
-    print(
-        f"{link} GiB/s: no stall from {ours / 2**30:.2f} GiB, bound {bound / 2**30:.2f} GiB: "
-        f"{ours / bound - 1:+.2%} (solved in {solved:.0f} s)",
-        flush=True,
-    )
+    bound = taken(partial(zero_stall_budget, problem))
+    ours, planning_s = without_stall(problem, max(bound.result, least), peak)
+    ratio = ours / bound.result
+    zero_stall = {"bound": bound.result, "ours": ours, "ratio": ratio, "solver_s": bound.clock}
+    print(f"{link} GiB/s:", zero_stall, flush=True)
     budgets = []
     for share in SHARES:
-        asked = replace(problem, budget=int(least + share * (peak - least)))
-        plan, took = timed(partial(choose, asked))
-        seconds, solved_s = timed(partial(least_seconds, asked), time.perf_counter)
+        asked = under(problem, share)
+        planning, solved = taken(partial(choose, asked)), taken(partial(least_seconds, asked))
+        plan: Plan = planning.result
         budgets.append(
             {
                 "share": share,
                 "budget": asked.budget,
                 "peak": plan.peak,
                 "ours_s": plan.seconds,
-                "bound_s": seconds,
-                "ratio": plan.seconds / seconds,
-                "planning_s": took,
-                "solver_s": solved_s,
+                "bound_s": solved.result,
+                "ratio": plan.seconds / solved.result,
+                "planning_s": planning.processor,
+                "solver_s": solved.clock,
                 "moves": len(plan.moves),
             }
         )
-        shown = f"  {asked.budget / 2**30:.1f} GiB: {above(plan, seconds, 'bound')}"
-        print(f"{shown}; planned in {took:.1f} s, bound in {solved_s:.0f} s", flush=True)
-    zero_stall = {"bound": bound, "ours": ours, "ratio": ours / bound, "solver_s": solved}
-    return {"zero_stall": zero_stall, "budgets": budgets, "planning_s": planning}
+        print(budgets[-1], flush=True)
+    return {"zero_stall": zero_stall, "budgets": budgets, "planning_s": planning_s}
 
 
 def main(
-    layers: Annotated[int | None, "of the 32"] = None,
     small: Annotated[bool, "only the small instances"] = False,
     seconds: Annotated[float, "of a processor, for each small instance"] = 20.0,
 ) -> None:
@@ -200,20 +176,15 @@ def main(
     print(write("offload_bounds_small", instances))
     if small:
         return
-    base = build_problem(llama_8b_step(layers), Cluster.named("h100"), 1, ())
-    peak, least = max(base.profile()), base.working_set
-    print(
-        f"{base.nodes:,} nodes, {len(base.held):,} storages, peak {peak / 2**30:.1f} GiB, working set "
-        f"{least / 2**30:.2f} GiB, {base.starts[-1]:.3f} s a step (simulated)",
-        flush=True,
-    )
+    base = build_problem(llama_8b_step(), Cluster.named("h100"), 1, ())
     found = {
         "nodes": base.nodes,
         "storages": len(base.held),
-        "peak": peak,
-        "working_set": least,
+        "peak": max(base.profile()),
+        "working_set": base.working_set,
         "step_s": base.starts[-1],
     }
+    print(found, flush=True)
     BENCHMARK.keep({**found, "links": {str(link): at_link(base, link) for link in LINKS}})
 
 

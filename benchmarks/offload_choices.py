@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from commandline import run
 from pages import Benchmark, table
 from training import SHARES, llama_8b_step
 
+from harness.memory_problems import under
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.host_update import is_update
@@ -32,7 +33,6 @@ from hyper_parallel.offloading.schedule.problem import Problem
 
 COPIES, UPDATES, AGAIN, ALL = "copies alone", "updates on the host", "recomputation and order", "all"
 """What a plan may do, beside copies."""
-
 LINKS = (25, 50)
 """GiB/s each way."""
 CHOICES = {
@@ -42,21 +42,27 @@ CHOICES = {
     ALL: Choices(),
 }
 CASES = tuple(product(LINKS, SHARES, CHOICES))
+_CALLED = {
+    COPIES: "copies alone",
+    UPDATES: "updates on the host as the only choice",
+    AGAIN: "these choices",
+    ALL: "all of them",
+}
+_Case = Mapping[str, Mapping[str, Any]]
+"""A link and a budget: the row of each kind of choice that was planned there."""
 
 
 @cache
-def step_of(layers: int | None) -> tuple[StepGraph, Problem]:
+def step_of() -> tuple[StepGraph, Problem]:
     """The step and its memory, captured once in each process."""
-    step = llama_8b_step(layers)
+    step = llama_8b_step()
     return step, build_problem(step, Cluster.named("h100"), 1, ())
 
 
-def row(case: tuple[int, float, str], layers: int | None) -> dict[str, Any]:
-    """One plan."""
+def row(case: tuple[int, float, str]) -> dict[str, Any]:
     link, share, name = case
-    step, free = step_of(layers)
-    least, most = free.working_set, max(free.profile())
-    budget = int(least + share * (most - least))
+    step, free = step_of()
+    budget = under(free, share).budget
     rate = Rate(1e-5, link * 2**30)
     host = OffloadTier("host", 1 << 40, rate, rate)
     begun = time.process_time()
@@ -72,40 +78,15 @@ def row(case: tuple[int, float, str], layers: int | None) -> dict[str, Any]:
     }
 
 
-def results(layers: int | None, workers: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """A plan, and what is to be kept after it; those of `workers` processes at a time."""
-    step, free = step_of(layers)
-    about = {
-        "simulated": True,
-        "nodes": free.nodes,
-        "parameters": sum(entry.kind == "parameter" for entry in step.inputs),
-        "without_a_budget_s": free.starts[-1],
-        "peak_gib": max(free.profile()) / 2**30,
-        "of": len(CASES),
-    }
-    rows: dict[tuple[int, float, str], dict[str, Any]] = {}
-    plans = in_processes(partial(row, layers=layers), CASES, workers, per_process=len(CASES))
-    for case, found in plans:
-        rows[case] = found
-        yield found, {**about, "rows": [rows[case] for case in CASES if case in rows]}
-
-
-_Row = Mapping[str, Any]
-_Case = Mapping[str, _Row]
-"""A link and a budget: each kind of choice that was planned there."""
-
-
 def again(kept: Mapping[str, Any]) -> Iterator[str]:
     """What recomputation and another order gain, with updates on the device."""
-    cases = _cases(kept["rows"])
-    yield f"{_setting(kept)} Updates run on the device."
-    yield ""
+    yield from (f"{_setting(kept)} Updates run on the device.", "")
     rows = []
-    for case in cases:
+    for case in _cases(kept["rows"]):
         saved = ""
         if COPIES in case and AGAIN in case:
             saved = f"{1 - case[AGAIN]['step_s'] / case[COPIES]['step_s']:.0%}"
-        rows.append(f"| {_where(case)} | {_seconds(case, COPIES)} | {_seconds(case, AGAIN)} | {saved} |")
+        rows.append((*_place(case), _seconds(case, COPIES), _seconds(case, AGAIN), saved))
     yield from table("Link each way | Budget | Copies alone | With these choices | Saved", rows)
     yield ""
     yield from _ending(kept, COPIES, AGAIN)
@@ -113,18 +94,15 @@ def again(kept: Mapping[str, Any]) -> Iterator[str]:
 
 def updates(kept: Mapping[str, Any]) -> Iterator[str]:
     """What updates on the host gain, alone and together with the other choices."""
-    cases, count = _cases(kept["rows"]), kept["parameters"]
-    yield _setting(kept)
+    cases = _cases(kept["rows"])
+    yield from (_setting(kept), "")
+    yield from table(
+        "Link each way | Budget | Copies alone | and updates there | Other choices | and updates there",
+        ((*_place(case), *(_seconds(case, name) + _apart(case, name) for name in CHOICES)) for case in cases),
+    )
     yield ""
-    yield "| Link each way | Budget | Copies alone | and updates there | Other choices | and updates there |"
-    yield "|---|---|---|---|---|---|"
-    for case in cases:
-        cells = (_seconds(case, name) + _apart(case, name) for name in (COPIES, UPDATES, AGAIN, ALL))
-        yield f"| {_where(case)} | {' | '.join(cells)} |"
-    yield ""
-    yield f"In brackets: how many of the {count} parameters are updated there, on the host."
-    missed = [_place(case) for case in cases if _misses(case)]
-    if missed:
+    yield f"In brackets: how many of the {kept['parameters']} parameters are updated there, on the host."
+    if missed := [" and ".join(_place(case)) for case in cases if _misses(case)]:
         yield (
             f"At {'; '.join(missed)} all choices together come to a slower step than some of them: a search tries a "
             "few graphs of many, and missed the best."
@@ -150,16 +128,8 @@ def _ending(kept: Mapping[str, Any], *names: str) -> Iterator[str]:
     yield "([Result](../benchmarks/results/offload_choices.json) of `python benchmarks/offload_choices.py`.)"
 
 
-_CALLED = {
-    COPIES: "copies alone",
-    UPDATES: "updates on the host as the only choice",
-    AGAIN: "these choices",
-    ALL: "all of them",
-}
-
-
-def _cases(rows: Sequence[_Row]) -> list[_Case]:
-    found: dict[tuple[float, float], dict[str, _Row]] = {}
+def _cases(rows: Sequence[Mapping[str, Any]]) -> list[_Case]:
+    found: dict[tuple[float, float], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["link_gib_s"], row["budget_gib"]), {})[row["choices"]] = row
     return list(found.values())
@@ -170,13 +140,9 @@ def _misses(case: _Case) -> bool:
     return ALL in case and min(one["step_s"] for one in case.values()) < case[ALL]["step_s"] - 5e-4
 
 
-def _place(case: _Case) -> str:
+def _place(case: _Case) -> tuple[str, str]:
     row = next(iter(case.values()))
-    return f"{row['link_gib_s']} GiB/s and {row['budget_gib']:.1f} GiB"
-
-
-def _where(case: _Case) -> str:
-    return _place(case).replace(" and ", " | ")
+    return f"{row['link_gib_s']} GiB/s", f"{row['budget_gib']:.1f} GiB"
 
 
 def _seconds(case: _Case, name: str) -> str:
@@ -191,21 +157,21 @@ def _apart(case: _Case, name: str) -> str:
 BENCHMARK = Benchmark("offload_choices", {"recomputation.md": again, "host-update.md": updates})
 
 
-def main(
-    layers: Annotated[int | None, "of the model; a result is kept for all of them only"] = None,
-    workers: Annotated[int, "processes that plan at the same time"] = 1,
-) -> None:
-    """Plan all cases, print, keep."""
-    kept: dict[str, Any] = {}
-    for last, kept in results(layers, workers):
-        print(
-            f"{last['link_gib_s']} GiB/s, {last['budget_gib']:.1f} GiB, {last['choices']}: {last['step_s']:.3f} s a "
-            f"step ({'; '.join(last['changed']) or 'nothing changed'}); planned in {last['planning_s']:.1f} s",
-            flush=True,
-        )
-        if layers is None:
-            BENCHMARK.keep(kept)
-    print("\n".join(["", *again(kept), "", *updates(kept)]))
+def main(workers: Annotated[int, "processes that plan at the same time"] = 1) -> None:
+    step, free = step_of()
+    about = {
+        "simulated": True,
+        "nodes": free.nodes,
+        "parameters": sum(entry.kind == "parameter" for entry in step.inputs),
+        "without_a_budget_s": free.starts[-1],
+        "peak_gib": max(free.profile()) / 2**30,
+        "of": len(CASES),
+    }
+    rows: dict[tuple[int, float, str], dict[str, Any]] = {}
+    for case, found in in_processes(row, CASES, workers, per_process=len(CASES)):
+        rows[case] = found
+        print(found, flush=True)
+        BENCHMARK.keep({**about, "rows": [rows[case] for case in CASES if case in rows]})
 
 
 if __name__ == "__main__":

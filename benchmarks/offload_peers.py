@@ -17,17 +17,16 @@ something is left open it is answered in the policy's favour:
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from torch import fx
+from typing import Any
 
 from harness.check_moves import check_moves
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, layers
 from hyper_parallel.graph.recompute import regather
+from hyper_parallel.graph.regions import layer_of, region_of
 from hyper_parallel.offloading import OffloadTier, Problem, Rate, build_problem
 from hyper_parallel.offloading.schedule.problem import Buffer, UseInterval
 from hyper_parallel.offloading.schedule.transfers import Move, replay
@@ -80,10 +79,8 @@ def layer_recompute(case: Case) -> Point:
 def save_on_cpu(case: Case) -> Point:
     """`torch.autograd.graph.save_on_cpu`."""
     problem = case.problem()
-    moves = [
-        Move(held.storage, "host", gap, after, after, used)
-        for held, gap, after, used in saved(case.step, problem)
-    ]
+    found = saved(case.step, problem)
+    moves = [Move(held.storage, "host", gap, after, after, used) for held, gap, after, used in found]
     return _point(problem, moves)
 
 
@@ -99,7 +96,7 @@ def layer_ahead(case: Case) -> Point:
 
 
 def cpu_offload(case: Case, recompute: bool = False) -> Point:
-    """FSDP2's `CPUOffloadPolicy`."""
+    """FSDP2's `CPUOffloadPolicy`. `recompute`: with each layer computed again in the backward pass."""
     step = recomputed(case.step) if recompute else regather(case.step)
     problem, borders = on_the_host(step, case), Borders.of(step)
     n = problem.nodes
@@ -121,11 +118,6 @@ def cpu_offload(case: Case, recompute: bool = False) -> Point:
     return replace(found, peak=max(problem.profile(moves)[:update]))
 
 
-def cpu_offload_recomputed(case: Case) -> Point:
-    """The same with each layer computed again in the backward pass."""
-    return cpu_offload(case, recompute=True)
-
-
 def on_the_host(step: StepGraph, case: Case) -> Problem:
     """The forward and backward pass, a node at which all gradients are on the host, and one that is the update there.
 
@@ -137,27 +129,27 @@ def on_the_host(step: StepGraph, case: Case) -> Problem:
     update = home + 1
     elements = sum(held.bytes for held in whole.held if held.state and held.kind == "parameter") // 4
     work = Work("optimizer", read=elements * _READ, written=elements * _WRITTEN)
-    seconds = case.cluster.host_seconds(work)
     begun = whole.starts[home]
-    starts = (*whole.starts[:home], begun, begun, begun + seconds)
+    starts = (*whole.starts[:home], begun, begun, begun + case.cluster.host_seconds(work))
+
+    def before_home(uses: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(replace(one, last=min(one.last, home - 1)) for one in uses if one.first < home)
+
     held = []
     for each in whole.held:
-        busy = tuple(replace(one, last=min(one.last, home - 1)) for one in each.busy if one.first < home)
+        busy = before_home(each.busy)
         if each.kind == "optimizer" or not busy:
             continue
         if each.kind == "gradient":
             busy = (*busy, UseInterval(update, update, writes=False))
         held.append(replace(each, busy=busy))
-    taken = tuple(replace(one, last=min(one.last, home - 1)) for one in whole.taken if one.first < home)
-    free = Rate(0.0, float("inf"))
-    gradients = OffloadTier("gradients", _ROOM, case.link, free)
-    return Problem(starts, tuple(held), taken, (*whole.spaces, gradients), _ROOM)
+    gradients = OffloadTier("gradients", _ROOM, case.link, Rate(0.0, float("inf")))
+    return Problem(starts, tuple(held), before_home(whole.taken), (*whole.spaces, gradients), _ROOM)
 
 
 def recomputed(step: StepGraph) -> StepGraph:
     """The step with each layer computed again in the backward pass."""
-    found = sorted({layer for layer in map(_layer_name, step.nodes) if layer is not None})
-    return layers(step, found)
+    return layers(step, sorted({layer_of(node.meta["module"]) for node in step.nodes} - {""}))
 
 
 def saved(step: StepGraph, problem: Problem) -> list[tuple[Buffer, int, int, int]]:
@@ -187,14 +179,12 @@ class Borders:
         """By the modules of the nodes. What lies between two layers belongs to the one before."""
         phases = phases_of(step)
         end = phases.index("clip")
-        first: dict[tuple[str | None, bool], int] = {}
+        first: dict[tuple[str, bool], int] = {}
         for at, node in enumerate(list(step.nodes)[:end]):
-            if phases[at] == "loss":
-                first.setdefault(("loss", False), at)
-            elif (layer := _layer_name(node)) is not None:
-                first.setdefault((layer, phases[at] == "backward"), at)
-        places = {0, end, *first.values()}
-        return cls(tuple(sorted(places)))
+            part = "loss" if phases[at] == "loss" else layer_of(node.meta["module"])
+            if part:
+                first.setdefault((part, phases[at] == "backward"), at)
+        return cls(tuple(sorted({0, end, *first.values()})))
 
     def behind(self, place: int, layers: int) -> int:
         """The end of the layer, so many behind the one that ends at `place` or around it."""
@@ -206,13 +196,7 @@ class Borders:
 
 
 def phases_of(step: StepGraph) -> list[str]:
-    """Of each node."""
-    return [node.meta["region"].phase for node in step.nodes]
-
-
-def _layer_name(node: fx.Node) -> str | None:
-    found = re.match(r"(?:.*\.)?layers\.\d+(?=\.|$)", node.meta["module"])
-    return found.group() if found else None
+    return [region_of(node).phase for node in step.nodes]
 
 
 def _point(problem: Problem, moves: Sequence[Move]) -> Point:

@@ -13,30 +13,42 @@ cache.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import taken_seconds
 from offload_saved import Emulated, SavedElsewhere
 from processes import scratch
 from shapes import NO_ENDS, Fields, llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from training import Step, build, captured, engine_step, graph_inputs, recipe_of, silent_host, step_batch
+from training import (
+    Step,
+    build,
+    captured,
+    engine_step,
+    graph_inputs,
+    recipe_of,
+    runtime_of,
+    settled,
+    silent_host,
+    step_batch,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
 from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat import paged_out_parameters, registry
+from hyper_parallel.compat import registry
 from hyper_parallel.config.optimizer import AdamWConfig
 from hyper_parallel.graph import executable
-from hyper_parallel.offloading import OffloadTier, Runtime, build_problem
+from hyper_parallel.offloading import OffloadTier, build_problem
 from hyper_parallel.offloading.schedule.offload_pass import planned
 from hyper_parallel.offloading.tiers import FlashTier, Tier, measure
 from hyper_parallel.shard.parallelize import Lowering
@@ -77,7 +89,6 @@ class Setting:
 
     @property
     def fields(self) -> Fields:
-        """The model."""
         return llama(512, self.layers, 8, **NO_ENDS)
 
 
@@ -89,7 +100,6 @@ Made = tuple[Step, list[Tensor], dict[str, Any]]
 
 
 def contestant(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Made:
-    """One of them, in this process."""
     if how.kind == "graph":
         return _graph(how, setting, stack)
     if how.kind == "fsdp":
@@ -98,8 +108,10 @@ def contestant(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -
     model: Any = recipe.model
     layers = list(model.model.layers)
     if how.kind == "wrapper":
-        for layer in layers:
-            layer.forward = _saving_on_cpu(layer.forward)
+        for (
+            layer
+        ) in layers:  # torch's `offload_wrapper` does this; it renames the parameters, and so is not used
+            layer.forward = partial(_saving_on_cpu, layer.forward)
     run = engine_step("eager", recipe, lambda: recipe, _batch(recipe, setting))
     there = [tensor for _, tensor in state(recipe.handle, recipe.optimizer).values()]
     if how.kind not in ("save_on_cpu", "ahead"):
@@ -109,14 +121,9 @@ def contestant(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -
     return (lambda: saved.step(run)), there, {"losses": [saved.step(run)]}  # which counts
 
 
-def _saving_on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward pass as torch's `offload_wrapper` runs it. That renames the parameters, and so is not used."""
-
-    def saving(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return forward(*args, **kwargs)
-
-    return saving
+def _saving_on_cpu(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return forward(*args, **kwargs)
 
 
 def _fsdp(setting: Setting, stack: contextlib.ExitStack) -> Made:
@@ -133,16 +140,11 @@ def _fsdp(setting: Setting, stack: contextlib.ExitStack) -> Made:
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     usual = AdamWConfig()
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": usual.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=LR,
-        betas=usual.betas,
-        eps=usual.eps,
-        foreach=False,
-        fused=False,
-    )
+    groups = [
+        {"params": [one for one in model.parameters() if (one.ndim > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, usual.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=usual.betas, eps=usual.eps, foreach=False, fused=False)
 
     def run() -> float:
         logits = model(micro.input_ids, position_ids=micro.position_ids).logits
@@ -159,19 +161,23 @@ def _fsdp(setting: Setting, stack: contextlib.ExitStack) -> Made:
 def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Made:
     step = captured(_model(how, setting, "traceable", None), ROWS, POSITIONS)
     about: dict[str, Any] = {}
-    settled: set[str] = set()
-    runtime = None
-    if how.budget is not None:
+
+    def make() -> Recipe:
+        return recipe_of(_model(how, setting, "traceable", "cpu"), LR)
+
+    if how.budget is None:
+        executor, recipe = executable(step), make()
+        tensors = graph_inputs(recipe, _batch(recipe, setting))
+    else:
         backend = registry.backend("cpu")
-        tier = (
-            stack.enter_context(contextlib.closing(FlashTier(Path(setting.folder), backend)))
-            if how.flash
-            else _host(setting, stack)
-        )
+        tier = _host(setting, stack)
+        if how.flash:
+            tier = stack.enter_context(FlashTier(Path(setting.folder), backend))
         space = OffloadTier(tier.name, tier.capacity, *measure(tier, backend))
         found = planned(step, Cluster.load(setting.cluster), how.budget, (space,))
-        tier.reserve(found.places[tier.name].sizes, found.places[tier.name].offsets)
-        runtime = Runtime(found.step, {tier.name: tier})
+        runtime = runtime_of(found, {tier.name: tier})
+        executor = executable(found.step, cache=runtime)
+        _, tensors = settled(make, partial(_batch, setting=setting), runtime)
         about = {
             "budget": how.budget,
             "foreseen_peak": found.plan.peak,
@@ -179,19 +185,6 @@ def _graph(how: Contestant, setting: Setting, stack: contextlib.ExitStack) -> Ma
             "out_GB_s": space.out.bandwidth / 1e9,
             "back_GB_s": space.back.bandwidth / 1e9,
         }
-        step = found.step
-    executor = executable(step, cache=runtime)
-
-    def settle(name: str, tensor: Tensor) -> None:
-        settled.add(name)
-        if runtime is not None:
-            runtime.rest(name, tensor)
-
-    with paged_out_parameters.settling(settle):
-        recipe = recipe_of(_model(how, setting, "traceable", "cpu"), LR)
-    tensors = graph_inputs(recipe, _batch(recipe, setting))
-    for name in state(recipe.handle, recipe.optimizer).keys() - settled:
-        settle(name, tensors[name])
     losses: list[float] = []
 
     def host(point: str, shown: Sequence[Tensor]) -> Tensor | None:
@@ -216,8 +209,7 @@ def _batch(recipe: Recipe, setting: Setting) -> StepBatch:
 
 
 def _host(setting: Setting, stack: contextlib.ExitStack) -> Tier:
-    arena = stack.enter_context(contextlib.closing(UnseenHost(registry.backend("cpu"), ARENA)))
-    return Emulated(arena, setting.bandwidth)
+    return Emulated(stack.enter_context(UnseenHost(registry.backend("cpu"), ARENA)), setting.bandwidth)
 
 
 def bounds(setting: Setting) -> dict[str, int]:
@@ -236,6 +228,4 @@ def serve(how: Contestant, setting: Setting) -> Iterator[Any]:
         losses += [run() for _ in range(_WARM)]
         yield {**about, "peak": observer.peak, "losses": losses}
         while True:
-            begun = time.perf_counter()
-            run()
-            yield time.perf_counter() - begun
+            yield taken_seconds(run)

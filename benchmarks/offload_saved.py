@@ -34,11 +34,9 @@ class Emulated:
         return getattr(self._tier, name)  # all but copies
 
     def begin_write(self, slot: int, x: Tensor) -> Pending:
-        """As `Tier`."""
         return self._late("out", self._tier.begin_write(slot, x), x.numel())
 
     def begin_read(self, slot: int, x: Tensor) -> Pending:
-        """As `Tier`."""
         return self._late("back", self._tier.begin_read(slot, x), x.numel())
 
     def _late(self, way: str, pending: Pending, count: int) -> Pending:

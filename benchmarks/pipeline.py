@@ -170,8 +170,8 @@ def measured(
     result: dict[str, Any] = workers(worker, world, case, names, effort)[0]
     memory: dict[str, Any] = {}
     if library is not None:
-        environment = allocations.environment(library)
-        memory = workers(worker, world, case, names, replace(effort, blocks=0), **environment)[0]
+        counting = replace(effort, blocks=0)
+        memory = workers(worker, world, case, names, counting, LD_PRELOAD=str(library))[0]
     for name, found in result.items():
         blocks: list[Block] = found.pop("blocks")
         ours, theirs, others = zip(*blocks, strict=True)

@@ -11,10 +11,12 @@ Functions are found by the names of their modules, and arguments and results are
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -111,6 +113,14 @@ def fresh(function: Callable[..., Any], *arguments: Any, threads: int = 1, **env
         process.close()
 
 
+def survived(function: Callable[..., dict[str, Any]], *arguments: Any, **environment: str) -> dict[str, Any]:
+    """What `fresh` gives; `died`, an exit code, and `said`, the last line, where it fails."""
+    try:
+        return dict(fresh(function, *arguments, threads=1, **environment))
+    except Died as died:
+        return {"died": died.code, "said": died.said}
+
+
 def workers(
     function: Callable[..., Any], world: int, *arguments: Any, threads: int = 1, **environment: str
 ) -> list[Any]:
@@ -188,12 +198,15 @@ def scratch(*, on_disk: bool = False) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def private_bytes() -> int:
-    """Private memory that this process has mapped, as RLIMIT_DATA counts it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no VmData")
+def limit_memory(headroom: int | None) -> int:
+    """Private memory that this process has mapped, as RLIMIT_DATA counts it. From now on it gets no more than
+    `headroom` bytes beside it, where they are given."""
+    gc.collect()
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmData:"))
+    held = int(line.split()[1]) * 1024
+    if headroom is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (held + headroom,) * 2)
+    return held
 
 
 def _main() -> None:

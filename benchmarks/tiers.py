@@ -13,7 +13,6 @@ import os
 import secrets
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,8 @@ from typing import Any
 
 import torch
 from commandline import run
-from measure import load, timed_on
+from measure import load, taken, timed_on
 from pages import Benchmark, table
-from torch import Tensor
 
 from hyper_parallel.compat import Backend, backend
 from hyper_parallel.offloading.tiers import FlashTier, HostTier, Pending, PoolTier, Tier, measure
@@ -37,53 +35,40 @@ TIERS = ("host", "pool", "flash")
 LOAD = "load of the machine before and after"
 
 
-def median(times: int, step: Callable[[], object], on: Backend) -> float:
-    """Seconds, after one that warms up."""
+def speed(count: int, step: Callable[[], object], times: int, on: Backend) -> dict[str, float]:
+    """The median of steps of so many bytes, after one that warms up."""
     step()
-    return statistics.median(timed_on(on, step) for _ in range(times))
-
-
-def speed(count: int, seconds: float) -> dict[str, float]:
-    """Of so many bytes."""
+    seconds = statistics.median(timed_on(on, step) for _ in range(times))
     return {"milliseconds": round(seconds * 1e3, 4), "GB_per_s": round(count / seconds / 1e9, 3)}
 
 
-def ended(begin: Callable[[int, Tensor], Pending], slot: int, x: Tensor) -> None:
-    """A copy, until it is over."""
-    begin(slot, x).wait()
+def ended(*copies: Callable[[], Pending]) -> None:
+    """Copies at the same time, until all are over."""
+    for pending in [begin() for begin in copies]:
+        pending.wait()
 
 
 def of_tier(tier: Tier, on: Backend, times: int) -> dict[str, Any]:
     """Each size out and back, and both ways at once."""
-    started = time.perf_counter()
-    out, back = measure(tier, on)
-    result: dict[str, Any] = {
-        "measure": {
-            "seconds": round(time.perf_counter() - started, 3),
-            "out": {"latency_us": round(out.latency * 1e6, 1), "GB_per_s": round(out.bandwidth / 1e9, 3)},
-            "back": {"latency_us": round(back.latency * 1e6, 1), "GB_per_s": round(back.bandwidth / 1e9, 3)},
-        }
-    }
+    took = taken(partial(measure, tier, on))
+    result: dict[str, Any] = {"measure": {"seconds": round(took.clock, 3)}}
+    for way, rate in zip(("out", "back"), took.result, strict=True):
+        rates = {"latency_us": round(rate.latency * 1e6, 1), "GB_per_s": round(rate.bandwidth / 1e9, 3)}
+        result["measure"][way] = rates
     tier.reserve({0: max(SIZES), 1: max(SIZES)})
     x, y = (torch.randint(0, 256, (max(SIZES),), dtype=torch.uint8).to(on.name) for _ in range(2))
     for count in SIZES:
-
-        def both(x: Tensor = x[:count], y: Tensor = y[:count]) -> None:
-            pending = [tier.begin_write(0, x), tier.begin_read(1, y)]
-            for one in pending:
-                one.wait()
-
+        out, back = partial(tier.begin_write, 0, x[:count]), partial(tier.begin_read, 1, y[:count])
         tier.begin_write(1, y[:count]).wait()
         result[f"{count // 2**10} KiB"] = {
-            "out": speed(count, median(times, partial(ended, tier.begin_write, 0, x[:count]), on)),
-            "back": speed(count, median(times, partial(ended, tier.begin_read, 1, y[:count]), on)),
-            "both, together": speed(2 * count, median(times, both, on)),
+            "out": speed(count, partial(ended, out), times, on),
+            "back": speed(count, partial(ended, back), times, on),
+            "both, together": speed(2 * count, partial(ended, out, back), times, on),
         }
     return result
 
 
 def raw(folder: Path, on: Backend, times: int) -> dict[str, Any]:
-    """The machine without a tier."""
     count = 64 * MiB
     pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     source = torch.frombuffer(pages, dtype=torch.uint8)
@@ -92,29 +77,26 @@ def raw(folder: Path, on: Backend, times: int) -> dict[str, Any]:
     view = memoryview(pages)
     name = folder / f"raw-{secrets.token_hex(4)}"
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+
+    def parts(call: Callable[..., int]) -> None:
+        for at in range(0, count, PART):
+            assert call(file, [view[at : at + PART]], at) == PART
+
+    steps: dict[str, Callable[[], object]] = {
+        "copy of memory": lambda: target.copy_(source),
+        "checksum": lambda: [checksum(source[at : at + PART]) for at in range(0, count, PART)],
+        "direct write": lambda: parts(os.pwritev),
+        "direct read": lambda: parts(os.preadv),
+    }
     try:
         os.posix_fallocate(file, 0, count)
-
-        def parts(call: Callable[..., int]) -> None:
-            for at in range(0, count, PART):
-                assert call(file, [view[at : at + PART]], at) == PART
-
-        return {
-            "copy of memory": speed(count, median(times, lambda: target.copy_(source), on)),
-            "checksum": speed(
-                count,
-                median(times, lambda: [checksum(source[at : at + PART]) for at in range(0, count, PART)], on),
-            ),
-            "direct write": speed(count, median(times, lambda: parts(os.pwritev), on)),
-            "direct read": speed(count, median(times, lambda: parts(os.preadv), on)),
-        }
+        return {what: speed(count, step, times, on) for what, step in steps.items()}
     finally:
         os.close(file)
         name.unlink()
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of docs/tiers.md, "Measured"."""
     machine, loads, plain = result["machine"], result[LOAD], result["raw"]
     where = machine["accelerator"] or f"a CPU ({machine['cpu']}, {machine['cores']} cores)"
     threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
@@ -124,13 +106,14 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
         "([result](../benchmarks/results/tiers.json))."
     )
     yield ""
+    largest, least = f"{max(SIZES) // 2**10} KiB", f"{min(SIZES) // 2**10} KiB"
     rows = []
     for name in TIERS:
-        large, small = (result[name][f"{size // 2**10} KiB"] for size in (max(SIZES), min(SIZES)))
-        rates = [f"{large[way]['GB_per_s']:.1f} GB/s" for way in ("out", "back", "both, together")]
-        rows.append((name, *rates, f"{1e3 * small['out']['milliseconds']:.0f} µs"))
-    sizes = f"{max(SIZES) // MiB} MiB", f"{min(SIZES) // 2**10} KiB, out"
-    yield from table(f"{sizes[0]} | Out | Back | Both ways at once, in sum | {sizes[1]}", rows)
+        rates = (
+            f"{result[name][largest][way]['GB_per_s']:.1f} GB/s" for way in ("out", "back", "both, together")
+        )
+        rows.append((name, *rates, f"{1e3 * result[name][least]['out']['milliseconds']:.0f} µs"))
+    yield from table(f"{max(SIZES) // MiB} MiB | Out | Back | Both ways at once, in sum | {least}, out", rows)
     yield ""
     rate = {name: f"{one['GB_per_s']:.1f}" for name, one in plain.items()}
     yield (
@@ -146,7 +129,6 @@ BENCHMARK = Benchmark("tiers", {"tiers.md": page})
 
 
 def main(flash: Path = FLASH, times: int = 15, device: str = "auto") -> None:
-    """Each tier, and the machine without."""
     on, room = backend(device), 2 * max(SIZES) + MiB
     loads = [load()]
     result: dict[str, Any] = {"device": on.name, "threads": torch.get_num_threads(), "times": times}

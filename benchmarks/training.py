@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
+from hyper_parallel.compat import paged_out_parameters
 from hyper_parallel.config.optimizer import AdamWConfig
 from hyper_parallel.config.train import ScheduleConfig
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.offloading import Runtime
+from hyper_parallel.offloading.schedule.offload_pass import Planned
+from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
@@ -124,6 +128,31 @@ def graph_inputs(recipe: Recipe, batch: StepBatch) -> dict[str, Tensor]:
     held = {name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()}
     one = torch.ones((), dtype=torch.float64)
     return {**held, **batch_inputs(batch.micro, torch.tensor(0), batch.tokens, one)}
+
+
+def runtime_of(found: Planned, tiers: Mapping[str, Tier]) -> Runtime:
+    """What moves a planned step's storages, with their places in the tiers."""
+    for name, tier in tiers.items():
+        tier.reserve(found.places[name].sizes, found.places[name].offsets)
+    return Runtime(found.step, tiers)
+
+
+def settled(
+    make: Callable[[], Recipe], batch: Callable[[Recipe], StepBatch], runtime: Runtime
+) -> tuple[Recipe, dict[str, Tensor]]:
+    """A recipe and what its planned step is run on: all state is where it rests from when it has values."""
+    names = set()
+
+    def settle(name: str, tensor: Tensor) -> None:
+        names.add(name)
+        runtime.rest(name, tensor)
+
+    with paged_out_parameters.settling(settle):
+        recipe = make()
+    tensors = graph_inputs(recipe, batch(recipe))
+    for name in state(recipe.handle, recipe.optimizer).keys() - names:
+        runtime.rest(name, tensors[name])
+    return recipe, tensors
 
 
 def silent_host(point: str, values: Sequence[Tensor]) -> Tensor | None:

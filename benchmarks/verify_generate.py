@@ -1,4 +1,4 @@
-"""Are generated tokens those of Transformers? python benchmarks/verify_generate.py [--short] [--only TEXT] [--again]
+"""Are generated tokens those of Transformers? python benchmarks/verify_generate.py [--only TEXT] [--again]
 
 A cell is a family × axes × memory tier: 256 greedy float32 tokens for each of four prompts in one batch, from a saved
 folder, on real gloo workers. Every token is that of Transformers' `generate`, one prompt at a time, or within 1e-4 of
@@ -6,8 +6,7 @@ the top logit (a tie, which rounding decides; at most 1 in 1,000 tokens). With a
 suffices with four pages of the KV cache on the device.
 
 A cell is right, refused (with the reason), or wrong. Writes benchmarks/results/verify_generate.json after each cell;
-cells that it has are left out unless `--again` is given. `--short`: 24 tokens and a sample, not written. Ends with 1
-when a cell is wrong.
+cells that it has are left out unless `--again` is given. Ends with 1 when a cell is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pages import Benchmark
 from harness.generation_cells import EXPERTS, Reference, run_cell
 
 BENCHMARK = Benchmark("verify_generate", key="cells")
-TOKENS, SHORT_TOKENS = 256, 24
+TOKENS = 256
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt-oss"),
     *("mixtral", "qwen3-moe", "deepseek-v3"),
@@ -46,7 +45,6 @@ CELLS = {
     if axes != "expert 2" or family in EXPERTS
 }
 """Those without a tier first."""
-SAMPLE = ("llama · tensor 2 · no tier", "gemma3 · context 2 · no tier", "qwen3 · 1 worker · host")
 
 
 def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,21 +53,17 @@ def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
     return {"counts": Counter(cell["outcome"] for cell in cells.values()), "tokens": tokens, "ties": ties}
 
 
-def main(short: bool = False, only: Only = "", again: Again = False) -> bool:
+def main(only: Only = "", again: Again = False) -> bool:
     """Run what is missing; whether a cell is wrong."""
     quiet()
-    rows = Rows(BENCHMARK, again=again or short, summary=summary)
-    reference = cache(lambda family: Reference(family, SHORT_TOKENS if short else TOKENS))
-    for name in rows.missing(SAMPLE if short else CELLS, only):
+    rows = Rows(BENCHMARK, again=again, summary=summary)
+    reference = cache(lambda family: Reference(family, TOKENS))
+    for name in rows.missing(CELLS, only):
         family, axes, memory = CELLS[name]
         outcome = run_cell(reference(family), AXES[axes], memory)
         print(f"{name}: {outcome.outcome} {outcome.detail}", flush=True)
-        rows.rows[name] = asdict(outcome)
-        if not short:
-            rows.write()
-    counts = summary(rows.rows)["counts"]
-    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    return bool(counts["wrong"])
+        rows.add(name, asdict(outcome))
+    return any(cell["outcome"] == "wrong" for cell in rows.rows.values())
 
 
 if __name__ == "__main__":

@@ -148,7 +148,6 @@ def test_the_page_has_the_results_and_says_what_was_not_run() -> None:
     missing = [line for line in text if line.startswith("Not run yet: ")]
     assert [line.partition(".")[0].removeprefix("Not run yet: ") for line in missing] == [
         "the real steps",
-        "the simulated step of 4 rows",
         "the simulated steps on eight 910C",
     ]
 
