@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from commandline import run
-from measure import load, paired_ratio, ratio_text, timed
+from measure import load, paired_ratio, timed
 from pages import Benchmark
 from processes import workers
 from shapes import Fields, llama, run_file
@@ -132,7 +132,6 @@ class Run:
         self._owned = sharded(model).owned()
 
     def step(self) -> None:
-        """Forward and backward passes of all micro-batches."""
         self.built.train(self._batch, self._tokens)
 
     def gradients(self) -> list[Tensor]:
@@ -144,8 +143,8 @@ def worker(rank: int, world: int, schedule: str, links: Links, blocks: int) -> d
     """The times of steps with and without pairs on one rank, block by block."""
     mock.patch.object(execute, "kernel", links.kernel).start()
     runs = {name: Run(MEASURED.run(schedule, overlap=name == "with")) for name in ("with", "without")}
-    for pipeline in runs.values():
-        pipeline.step()
+    for one in runs.values():
+        one.step()
     gradients = zip(runs["with"].gradients(), runs["without"].gradients(), strict=True)
     equal = torch.tensor(float(all(torch.equal(one, other) for one, other in gradients)))
     dist.all_reduce(equal, dist.ReduceOp.MIN)
@@ -153,16 +152,14 @@ def worker(rank: int, world: int, schedule: str, links: Links, blocks: int) -> d
     waited = dict.fromkeys(times, 0.0)
     draw = random.Random(0)
     for _ in range(blocks):
-        order = ["with", "without", "without", "with"]
-        found: dict[str, list[float]] = {"with": [], "without": []}
-        if draw.random() < 0.5:
-            order = ["without", "with", "with", "without"]
-        for name in order:
+        one, other = ("without", "with") if draw.random() < 0.5 else ("with", "without")
+        spent = dict.fromkeys(times, 0.0)
+        for name in (one, other, other, one):
             before = links.waited
-            found[name].append(timed(runs[name].step, world))
+            spent[name] += timed(runs[name].step, world) / 2
             waited[name] += links.waited - before
-        for name, two in found.items():
-            times[name].append(sum(two) / 2)
+        for name, seconds in spent.items():
+            times[name].append(seconds)
     return {
         "same_bits": bool(equal),
         "pairs": sum(map(len, runs["with"].built.plan.schedule.pairs)),
@@ -203,20 +200,12 @@ def main(
     for name in schedule:
         if simulate:
             for title, case in SIMULATED.items():
-                found = simulated(case, name)
-                print(
-                    f"{title}, {name}: simulated step {found['ratio']:.3f} of that without pairs", flush=True
-                )
-                result["simulated"].setdefault(title, {})[name] = found
+                found = result["simulated"].setdefault(title, {})[name] = simulated(case, name)
+                print(title, name, found, flush=True)
         else:
             found = workers(worker, WORLD, name, Links(latency, bandwidth), blocks)[0] | {"load": load()}
-            ratio = found["with_over_without"]
-            print(
-                f"{name}: {ratio['ours_s'] * 1e3:.0f} ms with pairs, {ratio['theirs_s'] * 1e3:.0f} ms without, "
-                f"ratio {ratio_text(ratio, 3)}, same bits: {found['same_bits']}",
-                flush=True,
-            )
             result["emulated_links"][name] = found
+            print(name, found, flush=True)
     BENCHMARK.keep({name: part for name, part in result.items() if part})
 
 
