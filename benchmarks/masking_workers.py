@@ -58,10 +58,7 @@ def measured() -> dict[str, Any]:
             for process in ranks:
                 process.process.kill()
                 process.close()
-    for name, one in result["schedules"].items():
-        masked = f"{one['masked_simulated']:.1%} simulated, {one['masked_measured']:.1%} measured"
-        seconds = f"{one['step_simulated_s']:.3f} s simulated, {one['step_measured_s']:.3f} s measured"
-        print(f"{name}: masked by blocked time {masked}; step {seconds}")
+    print(result)
     return result
 
 
@@ -89,7 +86,7 @@ def rank_of_workers(rank: int, store: str) -> dict[str, Any]:
         timer.run()
         for name, player in players.items():
             runs[name].append(player.run())
-        if not turn:
+        if turn == 0:
             timer.taken.clear()
     seconds, spread = _timed(timer)
     cluster = replace(_machine(step, seconds), device=planned.device)
@@ -171,10 +168,8 @@ def _machine(step: StepGraph, seconds: dict[tuple[str, int], float]) -> Cluster:
     tables = []
     for kind in sorted({kind for kind, _ in seconds}):
         points = {size: taken for (other, size), taken in sorted(seconds.items()) if other == kind}
-        latency, bandwidth, residual = fit(kind, WORLD, points)
-        tables.append(
-            CollectiveTable(kind, "node", WORLD, tuple(points.items()), latency, bandwidth, residual)
-        )
+        fitted = fit(kind, WORLD, points)
+        tables.append(CollectiveTable(kind, "node", WORLD, tuple(points.items()), *fitted))
     sent = sum(seconds[c.kind, c.bytes] for c in costs(step).values() if isinstance(c, Collective))
     cluster = Cluster(
         device=_device(1e12),
@@ -184,9 +179,8 @@ def _machine(step: StepGraph, seconds: dict[tuple[str, int], float]) -> Cluster:
         name="workers",
         ranks=WORLD,
     )
-    computed = sum(
-        job.seconds for job in jobs_of(Priced.of(step), Prices(cluster)).jobs if job.queue == COMPUTE
-    )
+    jobs = jobs_of(Priced.of(step), Prices(cluster)).jobs
+    computed = sum(job.seconds for job in jobs if job.queue == COMPUTE)
     rate = 1e12 * computed / (COMPUTE_TO_COMMUNICATION * sent)
     return replace(cluster, device=_device(rate))
 
@@ -222,10 +216,8 @@ class _Player:
             elif job.waits is not None:
                 self.acts.append(("wait", job.waits))
             elif job.seconds:
-                if self.acts and self.acts[-1][0] == "sleep":
-                    self.acts[-1] = ("sleep", self.acts[-1][1] + job.seconds)
-                else:
-                    self.acts.append(("sleep", job.seconds))
+                slept = self.acts.pop()[1] if self.acts and self.acts[-1][0] == "sleep" else 0.0
+                self.acts.append(("sleep", slept + job.seconds))
 
     def run(self) -> tuple[float, float]:
         """Seconds of the step, and seconds in which collectives held it up.

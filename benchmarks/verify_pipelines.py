@@ -8,13 +8,12 @@ one device.
 - **large**: the same on 16 and 32 workers
 
 A cell is right (within 1e-5), refused (with the reason), or wrong. Cells run several to a start of workers; where a
-start fails, each of its cells runs alone. Writes benchmarks/results/verify_pipelines.json after each start; cells that
-it has are left out unless `--again` is given. Ends with 1 when a cell is wrong.
+start fails, each of its cells runs alone. The result is written after each start; cells that it has are left out unless
+`--again` is given. Ends with 1 when a cell is wrong.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -77,11 +76,9 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 
 def family(name: str, layers: int) -> dict[str, Any]:
     """Its config with so many layers; with experts also with the auxiliary loss, and gpt2 with dropout."""
-    changes: dict[str, dict[str, Any]] = {
-        "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
-        "qwen3-moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
-        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
-    }
+    auxiliary = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    changes: dict[str, Any] = {"mixtral": auxiliary, "qwen3-moe": auxiliary, "gpt2": dropout}
     return settings_of(name, layers, **changes.get(name, {}))
 
 
@@ -119,18 +116,17 @@ def judge(case: Case, found: Compared) -> dict[str, Any]:
     return cell if right else {**cell, "reason": "; ".join(found.report.failures[:3]) or "buffers differ"}
 
 
-def started(world: int, part: dict[str, Case], *, alone: bool = False) -> dict[str, Any]:
+def started(world: int, part: dict[str, Case]) -> dict[str, Any]:
     """The cells of one start of workers, each alone where the start fails."""
     try:
         found = against_one_device(world, list(part.values()), timeout=180.0 + 30.0 * len(part) * world / 4)
     except RanksError as error:
-        if alone:
+        if len(part) == 1:
             return {name: {"workers": world, "status": "wrong", "reason": str(error)[-600:]} for name in part}
-        return {
-            name: cell
-            for name, case in part.items()
-            for name, cell in started(world, {name: case}, alone=True).items()
-        }
+        cells: dict[str, Any] = {}
+        for name, case in part.items():
+            cells |= started(world, {name: case})
+        return cells
     return {name: judge(case, one) for (name, case), one in zip(part.items(), found, strict=True)}
 
 
@@ -139,11 +135,7 @@ def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
     return {"tolerance": TOLERANCE, "counts": Counter(cell["status"] for cell in cells.values())}
 
 
-def main(
-    parts: Annotated[tuple[str, ...], PARTS] = PARTS,
-    only: Only = "",
-    again: Again = False,
-) -> bool:
+def main(parts: Annotated[tuple[str, ...], PARTS] = PARTS, only: Only = "", again: Again = False) -> bool:
     """Run what is missing; whether a cell is wrong."""
     quiet()
     rows = Rows(BENCHMARK, summary=summary)
@@ -155,15 +147,10 @@ def main(
         names = list(cases)
         each = PER_START if world <= 4 else 2
         for at in range(0, len(names), each):
-            began = time.monotonic()
             rows.rows |= started(world, {name: cases[name] for name in names[at : at + each]})
             rows.rows = dict(sorted(rows.rows.items()))
             rows.write()
-            done, counts = min(at + each, len(names)), dict(summary(rows.rows)["counts"])
-            print(
-                f"{world} workers: {done} of {len(names)}, {time.monotonic() - began:.0f} s, {counts}",
-                flush=True,
-            )
+            print(f"{world} workers: {at + each} of {len(names)}, {summary(rows.rows)['counts']}", flush=True)
     for name, cell in rows.rows.items():
         if cell["status"] != "right":
             print(f"{cell['status']}: {name}: {cell['reason']}")
