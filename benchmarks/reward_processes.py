@@ -4,7 +4,7 @@
 that raises, and one that imports json and prints. Blocks of `--runs` programs of each kind alternate. Milliseconds of
 wall clock: least and median of all programs, with an interval of 95% for the median; of processor time (user and
 system, of this process and all that it starts, without the start of the server): median over blocks, least and largest.
-The load of the machine stands beside. Writes ``benchmarks/results/reward_processes.json``.
+The load of the machine stands beside.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def _processor() -> float:
 
 
 def main(runs: int = 20, blocks: int = 7) -> None:
-    """Measure and write."""
     bare = [interpreter(), "-I", "-S", "-c", "pass"]
     found: dict[str, Any] = {"missing": list(sandbox.run("pass").missing), "load before": load()}
     kinds: dict[str, Callable[[], Any]] = {
