@@ -4,9 +4,9 @@
 
 A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`). A cell is one training
 step on simulated ranks, or on processes where a model cannot be simulated, every gradient against one device; what the
-check before training refuses is refused. Writes ``benchmarks/results/attack_models.json`` and the table in
-``docs/families.md`` after each family, so that `--resume` goes on where a run ended, and `--families` and
-`--strategies` run some anew. Exits with 1 when a cell is wrong, ends in a traceback, or hangs.
+check before training refuses is refused. The result and its table are written after each family, so that `--resume`
+goes on where a run ended, and `--families` and `--strategies` run some anew. Exits with 1 when a cell is wrong, ends in
+a traceback, or hangs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from campaigns import Rows, general, in_processes, limited, one_line
+from campaigns import Rows, in_processes, limited, one_line
 from commandline import run
 from measure import quiet
 from pages import Benchmark
@@ -199,7 +199,6 @@ def counted(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The part of docs/families.md."""
     counts, found = result["counts"], result["families"]
     yield (
         f"{counts['families']} of the {result['of']} families of Transformers {result['transformers']}, "
@@ -214,30 +213,17 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     yield "| | " + " | ".join(STRATEGIES) + " |"
     yield "|---" * (len(STRATEGIES) + 1) + "|"
     for family, of in sorted(found.items()):
-        if of["cells"]:
-            row = [
-                _MARKS[of["cells"][name]["outcome"]] if name in of["cells"] else "·" for name in STRATEGIES
-            ]
+        if cells := of["cells"]:
+            row = [_MARKS[cells[name]["outcome"]] if name in cells else "·" for name in STRATEGIES]
             yield f"| {family} | " + " | ".join(row) + " |"
     left = {family: of["no_reference"] for family, of in sorted(found.items()) if "no_reference" in of}
     if left:
         yield ""
-        yield (
-            "Not run, since one device does not train them here: "
-            + ", ".join(f"{family} ({why})" for family, why in left.items())
-            + "."
-        )
-
-
-def reasons(found: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Refusals by what they say, names and numbers left out, the most frequent first."""
-    cells = (cell for of in found.values() for cell in of["cells"].values())
-    refused = (general(cell["detail"]) for cell in cells if cell["outcome"] == "refused")
-    return collections.Counter(refused).most_common()
+        told = ", ".join(f"{family} ({why})" for family, why in left.items())
+        yield f"Not run, since one device does not train them here: {told}."
 
 
 def summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the result has beside the families."""
     import transformers
 
     return {"transformers": transformers.__version__, "of": len(causal_families()), "counts": counted(found)}
@@ -269,8 +255,6 @@ def main(
         for name, cell in of["cells"].items():
             if cell["outcome"] in ("WRONG", "traceback"):
                 print(f"    {name}: {cell['detail']}", flush=True)
-    for reason, count in reasons(rows.rows):
-        print(f"{count:6}  {reason}")
     counts = counted(rows.rows)
     print(counts)
     return bool(counts["WRONG"] or counts["traceback"])

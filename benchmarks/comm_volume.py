@@ -218,7 +218,6 @@ def copies_of(model: str, ranks: int, rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Every row; fails when a measured figure is not the closed form."""
     rows = [row(model, ranks, gathered) for model in MODELS for ranks in DEGREES for gathered in TREATMENTS]
     copies = [copies_of("Llama-3-70B", ranks, batch) for ranks in DEGREES for batch in (1, 2)]
     print(*rows, *copies, sep="\n")

@@ -54,7 +54,6 @@ def make_run(folder: Path, *values: float) -> None:
 
 
 def make_trainer(folder: Path, handle: hp.shard.ShardedModel) -> None:
-    """Three checkpoints as a Trainer writes them."""
     for step in STEPS:
         inner = folder / f"checkpoint-{step}"
         inner.mkdir(parents=True)
@@ -68,7 +67,6 @@ def make_trainer(folder: Path, handle: hp.shard.ShardedModel) -> None:
 
 
 def damage(path: Path, older: Path, kind: str, draw: random.Random) -> None:
-    """Do one thing to one file."""
     content = path.read_bytes()
     path.unlink()
     if kind == "flip":
@@ -146,7 +144,6 @@ def ruined(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def main(cases: int = 300, seed: int = 0) -> bool:
-    """Run all cases; whether one is wrong."""
     with scratch() as folder:
         rows = [*damaged(folder, cases, random.Random(seed)), *ruined(folder)]
     counts = counted([{"told": f"{row['case']}: {row['taken']}"} for row in rows], "told")

@@ -81,7 +81,6 @@ class Command:
         )
 
     def start(self, out: str, *overrides: str) -> None:
-        """Begin a run; `ended` tells how it ends."""
         (self.folder / f"{out}.yaml").write_text(self._text.replace("OUT", out))
         (self.folder / f"{out}.err").write_text("")
         (self.folder / f"{out}.txt").write_text("")
@@ -98,7 +97,6 @@ class Command:
         return int(self.process.stdout.readline())
 
     def said(self, out: str) -> str:
-        """What a run wrote to standard error."""
         return (self.folder / f"{out}.err").read_text()
 
     def until_first_step(self, out: str) -> int | None:
@@ -122,7 +120,6 @@ class Command:
         return sorted(below[1:])  # the first is the fork server, which forks them in order
 
     def close(self) -> None:
-        """End it and what it has started."""
         for pid in family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

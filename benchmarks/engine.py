@@ -61,7 +61,6 @@ def worker(rank: int, world: int, case: str, rounds: int, artifacts: Path) -> tu
 
 
 def measured(case: str, world: int, rounds: int) -> dict[str, Any]:
-    """One model on so many workers."""
     with scratch() as artifacts:
         (_, cold, _, _), (times, warm, first, last) = (
             workers(worker, world, case, count, artifacts, threads=threads_of(world))[0]

@@ -63,7 +63,6 @@ MODEL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 
 
 def batch(rank: int, step: int) -> StepBatch:
-    """This rank's rows of a step."""
     rows = ROWS * WORLD
     micro = micro_batch(rows, LENGTH, VOCABULARY, share=rank, shares=WORLD, seed=step)
     return StepBatch(step, list(range(rows)), [micro], torch.tensor(float(ROWS * LENGTH)))
@@ -129,7 +128,6 @@ def count_rows(counted: list[int]) -> None:
 
 
 def biases_of(side: Side) -> list[Tensor]:
-    """The routers' correction biases."""
     return [buffer for name, buffer in side.model.named_buffers() if name.endswith(BIAS)]
 
 
@@ -255,7 +253,6 @@ def main(
     steps: int = 50,
     rounds: Annotated[int, "forward passes that set the routers' biases"] = 120,
 ) -> None:
-    """Measure, print, keep."""
     found = {}
     for exponent in skew:
         ranks = run_ranks(worker, WORLD, exponent, rounds, steps, timeout=1800)

@@ -70,7 +70,6 @@ def kill(folder: Path, out: str, after: float) -> Row:
 
 
 def finished(folder: Path, out: str) -> tuple[dict[int, tuple[float, float]], dict[str, bytes]]:
-    """The results of a run that is left to end."""
     with contextlib.closing(command_of(folder)) as command:
         assert command.finish(out), command.said(out)
     return results(folder, out, STEPS)

@@ -53,8 +53,6 @@ MICRO = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a cluster."""
-
     model: str
     layers: int
     """Of the published model's depth, how many are captured; head and tail weigh more with fewer."""
@@ -65,7 +63,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What it is called in the table."""
         axes = " · ".join(f"{axis} {degree}" for axis, degree in self.axes.items())
         return f"{self.model}, {self.layers} layers, {self.cluster}, {axes}"
 
@@ -112,7 +109,6 @@ def captured(case: Case, rows: int, length: int) -> StepGraph:
 
 
 def figures(timeline: Timeline) -> dict[str, float | None]:
-    """What a timeline says of masking."""
     alone, masked = timeline.alone, timeline.masked
     assert alone is not None
     return {
@@ -169,7 +165,6 @@ def measured(case: Case) -> dict[str, Any]:
 
 
 def main(only: Only = "", again: Again = False, no_workers: Annotated[bool, "only simulate"] = False) -> None:
-    """Simulate what is missing, run the workers, keep."""
     kept = BENCHMARK.kept()
     result = {key: kept.get(key, {}) for key in ("simulated", "workers")}
     cases: dict[str, Any] = result["simulated"]

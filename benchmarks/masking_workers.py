@@ -63,7 +63,6 @@ def measured() -> dict[str, Any]:
 
 
 def rank_of_workers(rank: int, store: str) -> dict[str, Any]:
-    """A worker, whose collectives run one after the other."""
     torch.set_num_threads(1)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # As on an accelerator's queue; gloo's two threads would send two at once.

@@ -39,7 +39,6 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def our_step(axes: dict[str, int]) -> Step:
-    """A step of `train`, eagerly."""
     recipe = recipe_of(build(MODEL, hp.Strategy(axes=axes), lowering="fsdp", values="cpu"), LR)
     return engine_step("eager", recipe, lambda: recipe, step_batch(recipe, BATCH, SEQUENCE, VOCABULARY))
 
@@ -105,7 +104,6 @@ def hand_written_on_four() -> Step:
 
 
 def plain_eager() -> Step:
-    """The usual loop on one device."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
     optimizer = optimizer_of(model)

@@ -151,7 +151,6 @@ def worker(rank: int, world: int, case: Case, names: Sequence[str], effort: Effo
 
 
 def ratio_of_medians(blocks: Sequence[Block]) -> float:
-    """The ratio of the median steps, ours / theirs."""
     ours, theirs, _ = zip(*blocks, strict=True)
     return statistics.median(ours) / statistics.median(theirs)
 
@@ -182,7 +181,6 @@ def measured(
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/pipeline-benchmark.md."""
 
     def in_order(kept: Mapping[str, Any]) -> tuple[int, ...]:
         case = kept["case"]

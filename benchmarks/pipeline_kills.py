@@ -68,7 +68,6 @@ Losses = dict[int, float]
 
 
 def stages_of(strategy: str, rank: int) -> set[int]:
-    """The stages of a worker."""
     if "zb-v" in strategy:
         return {rank, 3 - rank}
     return {rank // 2 if "tensor" in strategy else rank}
@@ -176,7 +175,6 @@ def run_case(command: Command, case: Row, whole: Losses, span: float) -> Row:
 
 
 def resumed_on(row: Row) -> str:
-    """What a run went on with."""
     if row["then"] == row["strategy"]:
         return "same"
     return ALONE if row["then"] == ALONE else "other stages"
@@ -213,7 +211,6 @@ def main(
     seed: int = 0,
     folder: Annotated[Path | None, "where results are kept from start to start"] = None,
 ) -> bool:
-    """Run the cases that are left; whether one was wrong."""
     with contextlib.ExitStack() as stack:
         folder = folder or stack.enter_context(scratch())
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,8 +40,6 @@ from hyper_parallel.step.micro_batch import MICRO_FIELDS
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its step."""
-
     hidden: int
     layers: int
     sequence: int
@@ -215,7 +213,6 @@ class Pairs:
         self._cuts: dict[int, Partition] = {}
 
     def of(self, name: str) -> tuple[Ours, Theirs, Schedule]:
-        """Our system, theirs, and our schedule."""
         case, model = self._case, self._model
         state = {f"parameter.{name}": one.detach() for name, one in model.named_parameters()}
         state |= {f"buffer.{name}": one for name, one in model.named_buffers()}

@@ -64,7 +64,6 @@ def of_kind(kind: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def config_of(kind: str, folder: Path, name: str) -> RLConfig:
-    """The run, in a folder of its own."""
     roles = {**KINDS[kind]["roles"], "restarts": 1000}
     if "reward" in roles:
         model = folder / "reward model"
@@ -75,7 +74,6 @@ def config_of(kind: str, folder: Path, name: str) -> RLConfig:
 
 
 def expected_of(kind: str, config: RLConfig, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights without faults."""
     if kind == "actor and rollouts":
         return expected_weights(config)
     summary = run_rl(config_of(kind, folder, "without faults"))
@@ -84,7 +82,6 @@ def expected_of(kind: str, config: RLConfig, folder: Path) -> dict[str, torch.Te
 
 
 def faulted(config: Any, count: int, seed: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """One run."""
     engines: list[WatchedEngine] = []
     trained: dict[int, list[int]] = {}
 
@@ -120,7 +117,6 @@ def faulted(config: Any, count: int, seed: int, expected: dict[str, torch.Tensor
 
 
 def main(faults: Annotated[int, "of each kind of run"] = 60, seed: int = 0, only: Only = "") -> bool:
-    """Each kind of run; whether one is not right."""
     rows: list[dict[str, Any]] = []
     for kind in KINDS:
         if only in kind:

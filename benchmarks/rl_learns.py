@@ -34,7 +34,6 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def measured(overrides: list[str]) -> dict[str, Any]:
-    """One run from the start."""
     (seconds, _, (found, steps)) = taken(lambda: ran(overrides))
     trained = [one for one in steps if "reward" in one]
     assert found.before is not None
@@ -54,12 +53,10 @@ def measured(overrides: list[str]) -> dict[str, Any]:
 
 
 def of_case(rows: Mapping[str, Any], case: str) -> list[dict[str, Any]]:
-    """The runs of a case."""
     return [row for name, row in rows.items() if name.rpartition(", seed ")[0] == case]
 
 
 def summary(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Over the seeds of each case."""
     found = {}
     for case in CASES:
         if own := of_case(rows, case):
@@ -103,7 +100,6 @@ BENCHMARK = Benchmark("rl_learns", {"rl.md": page}, key="runs")
 
 
 def main(only: Only = "", again: Again = False) -> None:
-    """Run what is missing."""
     rows = Rows(BENCHMARK, again, summary=lambda runs: {"cases": summary(runs)})
     for case, (seeds, overrides) in CASES.items():
         names = {f"{case}, seed {seed}": seed for seed in range(seeds)}

@@ -182,7 +182,6 @@ def one_step_off() -> Iterator[dict[str, Any]]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The tables of docs/rl-staleness.md."""
 
     def beside(row: Mapping[str, Any]) -> tuple[str, ...]:
         return f"{row['published_speed']:.2f}x", f"{row['speed']:.2f}x", f"{row['off']:+.0%}"

@@ -127,7 +127,6 @@ class Rank:
         )
 
     def point_to_point(self) -> None:
-        """The plan."""
         self.version += 1
         if self.link is not None and self.gives:
             self.link.send(self.version)
@@ -135,7 +134,6 @@ class Rank:
             self.link.install(self.link.receive())
 
     def gather_then_broadcast(self) -> None:
-        """The other method."""
         self.version += 1
         if self.gather is not None:
             self.gather.install(self.gather.exchange(self.version))
@@ -155,7 +153,6 @@ class Rank:
         return equal
 
     def close(self) -> None:
-        """End the connections."""
         for link in filter(None, (self.link, self.gather)):
             link.close()
         if self.takes or self.rank == 0:
@@ -163,7 +160,6 @@ class Rank:
 
 
 def worker(rank: int, world: int, port: int, pairs: int, scale: int) -> list[dict[str, Any]]:
-    """All pairs, on one rank."""
     rows = []
     for seed in range(pairs):
         one = Rank(rank, port, seed, scale)
@@ -282,7 +278,6 @@ def measured(pairs: int, scale: int) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over pairs."""
 
     def times(key: str) -> list[float]:
         return [row[key]["gather_then_broadcast"] / row[key]["point_to_point"] for row in rows]

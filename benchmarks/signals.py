@@ -105,7 +105,6 @@ def interrupt(command: Command, out: str, case: Row, span: float) -> Row:
 
 
 def stopped(command: Command, out: str, case: Row, span: float, whole: Any) -> Row:
-    """A case of SIGTERM or SIGINT."""
     folder, row = command.folder, interrupt(command, out, case, span)
     row["step"] = max(records(folder, out), default=0)
     found = newest(folder / out / "checkpoints") if (folder / out / "checkpoints").exists() else None
@@ -121,7 +120,6 @@ def stopped(command: Command, out: str, case: Row, span: float, whole: Any) -> R
 
 
 def saved(command: Command, out: str, case: Row, span: float, whole: Any) -> Row:
-    """A case of SIGUSR1."""
     folder, row = command.folder, interrupt(command, out, case, span)
     text = (folder / f"{out}.txt").read_text()
     asked = [int(line.split()[2].rstrip(",")) for line in text.splitlines() if line.startswith("saved step")]

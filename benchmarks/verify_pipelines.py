@@ -83,7 +83,6 @@ def family(name: str, layers: int) -> dict[str, Any]:
 
 
 def cells() -> dict[str, tuple[str, Case]]:
-    """Name to part and case."""
     found: dict[str, tuple[str, Case]] = {}
     for name in FAMILIES:
         for ranks in (2, 4):
@@ -107,7 +106,6 @@ def cells() -> dict[str, tuple[str, Case]]:
 
 
 def judge(case: Case, found: Compared) -> dict[str, Any]:
-    """A cell of the result file."""
     said = {"workers": case.config.strategy.axes.world, "plan": found.plan}
     if found.report is None:
         return {**said, "status": "refused", "reason": found.refused}
@@ -131,7 +129,6 @@ def started(world: int, part: dict[str, Case]) -> dict[str, Any]:
 
 
 def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """What the result has beside the cells."""
     return {"tolerance": TOLERANCE, "counts": Counter(cell["status"] for cell in cells.values())}
 
 

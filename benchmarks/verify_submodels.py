@@ -76,7 +76,6 @@ def name_of(case: SubmodelCase) -> str:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/submodels.md."""
 
     def errors(row: Mapping[str, Any]) -> Iterator[str]:
         for key in ("loss", "gradients", "values", "evaluated"):
