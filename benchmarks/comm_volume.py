@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def one_layer(count: Callable[[int], Mapping[str, int]]) -> dict[str, int]:
     return {key: two[key] - one[key] for key in one}
 
 
-def count_copies(shape: Shape, layers: int, strategy: hp.Strategy, rows: int) -> dict[str, int]:
+def count_copies(shape: Shape, strategy: hp.Strategy, rows: int, layers: int) -> dict[str, int]:
     """Layout copies that layers make on a device, and their elements: the model's own ones included."""
     with fake_ranks(strategy.axes.world, 0):
         step = step_of(shape, layers, strategy, rows, TOKENS)
@@ -134,7 +135,7 @@ def count_copies(shape: Shape, layers: int, strategy: hp.Strategy, rows: int) ->
     return {"copies": mode.copies, "elements": mode.elements}
 
 
-def count_moved(shape: Shape, layers: int, strategy: hp.Strategy, tokens: int) -> dict[str, int]:
+def count_moved(shape: Shape, strategy: hp.Strategy, tokens: int, layers: int) -> dict[str, int]:
     """What layers move, the model's first split and last gather included."""
     with fake_ranks(strategy.axes.world, 0):
         step = step_of(shape, layers, strategy, 1, tokens)
@@ -184,8 +185,8 @@ def row(model: str, ranks: int, gathered: Gathered, tokens: int = TOKENS) -> Row
     x, y = choose_attention(shape, ranks, gathered)
     factors = choose_mlp(shape.hidden, shape.between, shape.leading, x, y, gathered)
     one, two = (
-        Moved(**one_layer(lambda layers, degree=degree: count_moved(shape, layers, degree, tokens)))
-        for degree in (strategy_of(ranks, gathered), strategy_of(ranks, gathered, y))
+        Moved(**one_layer(partial(count_moved, shape, strategy_of(ranks, gathered, degree), tokens)))
+        for degree in (1, y)
     )
     # In 1D `mlp` keeps the MLP's input and gathers the attention's again.
     attention: Gathered = "keep" if gathered == "keep" else "again"
@@ -212,8 +213,8 @@ def copies_of(model: str, ranks: int, rows: int) -> dict[str, Any]:
         "model": model,
         "ranks": ranks,
         "rows": rows,
-        "one": one_layer(lambda layers: count_copies(shape, layers, strategy_of(ranks, "keep"), rows)),
-        "two": one_layer(lambda layers: count_copies(shape, layers, strategy_of(ranks, "keep", y), rows)),
+        "one": one_layer(partial(count_copies, shape, strategy_of(ranks, "keep"), rows)),
+        "two": one_layer(partial(count_copies, shape, strategy_of(ranks, "keep", y), rows)),
     }
 
 

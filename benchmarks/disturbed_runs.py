@@ -67,9 +67,9 @@ def results(folder: Path, out: str, steps: int) -> tuple[dict[int, Any], dict[st
 class Command:
     """A process that starts runs one after another as ``hyper-parallel train`` does, and is the command of each."""
 
-    def __init__(self, folder: Path, text: str, **functions: int) -> None:
-        """`text`: of run files, with ``OUT`` for the folder of the run; `functions`: of the texts that it names."""
-        self.folder, self._text = folder, text
+    def __init__(self, folder: Path, run: str, /, **functions: int) -> None:
+        """`run`: a run file, with ``OUT`` for the folder of the run; `functions`: of the texts that it names."""
+        self.folder, self._run = folder, run
         for name, count in functions.items():
             (folder / f"{name}.txt").write_text(text_of_functions(count))
         self.process = subprocess.Popen(
@@ -81,7 +81,7 @@ class Command:
         )
 
     def start(self, out: str, *overrides: str) -> None:
-        (self.folder / f"{out}.yaml").write_text(self._text.replace("OUT", out))
+        (self.folder / f"{out}.yaml").write_text(self._run.replace("OUT", out))
         (self.folder / f"{out}.err").write_text("")
         (self.folder / f"{out}.txt").write_text("")
         assert self.process.stdin is not None

@@ -22,7 +22,7 @@ from measure import in_turns, paired_ratio, quartile_ratio, timed
 from pages import Benchmark
 from processes import scratch, threads_of, workers
 from shapes import NO_ENDS, Fields, llama
-from training import ENGINES, build, engine_step, recipe_of, step_batch
+from training import ENGINES, Step, build, engine_step, recipe_of, step_batch
 
 import hyper_parallel as hp
 from hyper_parallel.shard.parallelize import Lowering
@@ -47,14 +47,18 @@ def worker(rank: int, world: int, case: str, rounds: int, artifacts: Path) -> tu
     """Seconds of steps by engine, seconds until graphs were ready, and the first and the last losses."""
     fields, rows, length = CASES[case]
     strategy = hp.Strategy(axes={"shard": 2, "tensor": 2}, sequence=True) if world > 1 else hp.Strategy()
-    steps, ready = {}, {}
-    for engine in ENGINES if rounds else ("compiled",):
-        own = recipe(fields, strategy, engine)
+    steps: dict[str, Step] = {}
+    ready: dict[str, float] = {}
+
+    def make_ready(engine: str) -> None:
+        own, shadow = recipe(fields, strategy, engine), recipe(fields, strategy, engine, values=None)
         batch = step_batch(own, rows, length, fields["vocab_size"])
-        shadow = recipe(fields, strategy, engine, values=None)
         begun = time.perf_counter()
-        steps[engine] = engine_step(engine, own, lambda shadow=shadow: shadow, batch, artifacts)
+        steps[engine] = engine_step(engine, own, lambda: shadow, batch, artifacts)
         ready[engine] = time.perf_counter() - begun
+
+    for engine in ENGINES if rounds else ("compiled",):
+        make_ready(engine)
     losses = {engine: [step() for _ in range(3)] for engine, step in steps.items()}  # warm-up
     times = in_turns(steps, rounds, partial(timed, world=world))
     return times, ready, losses, {engine: step() for engine, step in steps.items()}

@@ -154,7 +154,7 @@ def from_same_values(plain: Side, side: Side, number: int) -> dict[str, float]:
     """What one step of two sides from the same values and moments differs by: the loss, the gradient's norm over its
     size, and the largest difference of an updated value."""
     ours, theirs = side.recipe, plain.recipe
-    values = list(zip(ours.handle.owned(), theirs.handle.owned(), strict=True))
+    values: list[tuple[Any, Any]] = list(zip(ours.handle.owned(), theirs.handle.owned(), strict=True))
     moments = theirs.optimizer.pieces()
     pieces = [(piece, moments[name]) for name, piece in ours.optimizer.pieces().items()]
     for one, other in [*values, *pieces]:

@@ -95,18 +95,16 @@ class Rank:
         self.rank, self.actor, self.rollout = rank, actor, rollout
         self.gives, self.takes = rank < actor.world, actor.world <= rank < self.plan.world
         values = {p.name: torch.arange(math.prod(p.layout.shape)) for p in actor.parameters}
-        self.whole = {name: torch.empty(0) for name in values}
         self.wanted: dict[str, torch.Tensor] = {}
-        self.target: dict[str, torch.Tensor] = {}
+        self.whole: dict[str, torch.Tensor] = {}
         if self.gives:
             self.source = {p.name: values[p.name].float()[held(p, rank)] for p in actor.parameters}
-            self.whole = {p.name: torch.zeros(p.layout.shape) for p in actor.parameters} if rank == 0 else {}
         if self.takes:
-            self.wanted = {
-                p.name: values[p.name].float()[held(p, rank - actor.world)] for p in rollout.parameters
-            }
-            self.target = {name: torch.zeros_like(value) for name, value in self.wanted.items()}
-            self.whole = {p.name: torch.zeros(p.layout.shape) for p in rollout.parameters}
+            place = rank - actor.world
+            self.wanted = {p.name: values[p.name].float()[held(p, place)] for p in rollout.parameters}
+        if self.takes or rank == 0:
+            self.whole = {p.name: torch.zeros(p.layout.shape) for p in actor.parameters}
+        self.target = {name: torch.zeros_like(value) for name, value in self.wanted.items()}
         self.link = self._link(self.plan, port, f"ours {seed}") if rank < self.plan.world else None
         self.gather = self._link(self.gathering, port, f"gather {seed}", self.whole) if self.gives else None
         members = [0, *range(actor.world, self.plan.world)]
