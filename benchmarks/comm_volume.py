@@ -12,7 +12,6 @@ norms' statistics and the gradients of weights that several ranks compute with, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -47,38 +46,6 @@ DEGREES = (4, 8, 16, 32, 64)
 TREATMENTS: tuple[Gathered, ...] = ("keep", "mlp", "again")
 TOKENS = 8192
 WIDTH = torch.bfloat16.itemsize
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Bytes that one device receives for one layer, forward and backward."""
-
-    activations: int
-    statistics: int
-    weight_gradients: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model at one degree, with one treatment of gathered inputs in both 1D and 2D."""
-
-    model: str
-    ranks: int
-    gathered: str
-    y: int
-    x: int
-    x_up: int
-    x_down: int
-    one: Moved
-    one_closed: int
-    two: Moved
-    two_closed: int
-    two_kept_elements: float
-    """What the backward pass finds gathered beyond the shards, in T·h elements a layer."""
-    against_equal: float
-    """2D over 1D with the same treatment, less 1."""
-    against_again: float
-    """2D over 1D that gathers again, less 1."""
 
 
 class LayoutCopies(TorchDispatchMode):
@@ -179,30 +146,39 @@ def kept(shape: Shape, x: int, y: int, factors: MlpFactors, gathered: Gathered) 
     return elements / (ranks * h)
 
 
-def row(model: str, ranks: int, gathered: Gathered, tokens: int = TOKENS) -> Row:
-    """Measure and compute one row; measured activations must equal the closed forms."""
+def row(model: str, ranks: int, gathered: Gathered, tokens: int = TOKENS) -> dict[str, Any]:
+    """One model at one degree, with one treatment of gathered inputs in both 1D and 2D: what is measured, which must
+    equal the closed forms for activations, what the backward pass finds gathered beyond the shards, in T·h elements a
+    layer, and 2D over 1D, less 1, with the same treatment and where 1D gathers again."""
     shape = MODELS[model]
     x, y = choose_attention(shape, ranks, gathered)
     factors = choose_mlp(shape.hidden, shape.between, shape.leading, x, y, gathered)
     one, two = (
-        Moved(**one_layer(partial(count_moved, shape, strategy_of(ranks, gathered, degree), tokens)))
+        one_layer(partial(count_moved, shape, strategy_of(ranks, gathered, degree), tokens))
         for degree in (1, y)
     )
     # In 1D `mlp` keeps the MLP's input and gathers the attention's again.
     attention: Gathered = "keep" if gathered == "keep" else "again"
     mlp: Gathered = "again" if gathered == "again" else "keep"
-    one_closed = in_bytes(
-        one_axis_cost(shape, ranks, attention) + one_axis_cost(shape, ranks, mlp), ranks, tokens
-    )
-    cost = attention_cost(shape, x, y, gathered) + mlp_cost(shape, x, y, factors, gathered)
-    two_closed = in_bytes(cost, ranks, tokens)
+    of_one = one_axis_cost(shape, ranks, attention) + one_axis_cost(shape, ranks, mlp)
+    of_two = attention_cost(shape, x, y, gathered) + mlp_cost(shape, x, y, factors, gathered)
     again = in_bytes(2 * one_axis_cost(shape, ranks, "again"), ranks, tokens)
-    return Row(
-        model, ranks, gathered, y, x, factors.up, factors.down, one, one_closed, two, two_closed,
-        kept(shape, x, y, factors, gathered),
-        two.activations / one.activations - 1,
-        two.activations / again - 1,
-    )  # fmt: skip
+    return {
+        "model": model,
+        "ranks": ranks,
+        "gathered": gathered,
+        "y": y,
+        "x": x,
+        "x_up": factors.up,
+        "x_down": factors.down,
+        "one": one,
+        "one_closed": in_bytes(of_one, ranks, tokens),
+        "two": two,
+        "two_closed": in_bytes(of_two, ranks, tokens),
+        "two_kept_elements": kept(shape, x, y, factors, gathered),
+        "against_equal": two["activations"] / one["activations"] - 1,
+        "against_again": two["activations"] / again - 1,
+    }
 
 
 def copies_of(model: str, ranks: int, rows: int) -> dict[str, Any]:
@@ -228,13 +204,13 @@ def main() -> None:
             "tokens": TOKENS,
             "dtype": "bfloat16",
             "measured_on": "a fake process group and the meta device: collectives counted, nothing sent",
-            "rows": [asdict(r) for r in rows],
+            "rows": rows,
             "layout_copies": copies,
         }
     )
     for r in rows:
-        assert r.one.activations == r.one_closed, r
-        assert r.two.activations == r.two_closed, r
+        assert r["one"]["activations"] == r["one_closed"], r
+        assert r["two"]["activations"] == r["two_closed"], r
 
 
 if __name__ == "__main__":

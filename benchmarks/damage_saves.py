@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from campaigns import counted
 from commandline import run
 from pages import Benchmark
 from processes import scratch
@@ -146,7 +146,7 @@ def ruined(folder: Path) -> Iterator[dict[str, str]]:
 def main(cases: int = 300, seed: int = 0) -> bool:
     with scratch() as folder:
         rows = [*damaged(folder, cases, random.Random(seed)), *ruined(folder)]
-    counts = counted([{"told": f"{row['case']}: {row['taken']}"} for row in rows], "told")
+    counts = dict(sorted(Counter(f"{row['case']}: {row['taken']}" for row in rows).items()))
     wrong = [row["wrong"] for row in rows if row["wrong"]]
     print(counts, f"{len(rows) - len(wrong)} of {len(rows)} right", *wrong, sep="\n")
     BENCHMARK.keep({"seed": seed, "cases": len(rows), "counts": counts, "wrong": wrong})

@@ -3,12 +3,11 @@
     python benchmarks/fuzz.py [--cases 5000] [--first 0] [--workers 2]
     python benchmarks/fuzz.py --files 200       # whole run files, until so many were accepted by train
 
-Every case is one training step on simulated ranks against one device (`hyper_parallel.verify.fuzz`). Prints the
-counts and every fault, writes ``benchmarks/results/fuzz.json``, and exits with 1 when there is a fault or fewer
-than 60% are right. A case that fails is run again by itself with ``--first NUMBER --cases 1``.
+Every case is one training step on simulated ranks against one device (`hyper_parallel.verify.fuzz`). Exits with 1 when
+there is a fault or fewer than 60% are right. A case that fails is run again by itself with ``--first NUMBER --cases 1``.
 
 With ``--files`` each case is a run file that goes through `hyper-parallel verify` (`hyper_parallel.verify.fuzz_files`):
-one that `train` accepts has to come out right. Writes ``benchmarks/results/fuzz-files.json``.
+one that `train` accepts has to come out right.
 """
 
 from __future__ import annotations

@@ -126,37 +126,34 @@ def figures(timeline: Timeline) -> dict[str, float | None]:
 def measured(case: Case) -> dict[str, Any]:
     """The batch at which the usual schedule masks as much as was looked for, and what the overlap pass makes of it."""
     cluster = Cluster.named(f"{case.cluster}x{case.strategy.axes.world}")
-    device = cluster.device
-    assert device is not None
-    tried = []
-    best: tuple[float, tuple[int, int], StepGraph, Timeline] | None = None
+    assert cluster.device is not None
+    memory, tried = cluster.device.memory.bytes, []
+    best: tuple[float, StepGraph, Timeline, dict[str, Any]] | None = None
     for rows, length in case.batches:
         step = captured(case, rows, length)
         naive = simulated(FsdpBaseline()(step), cluster, balanced_sizes(step))
         share = naive.masked.blocked or 0.0
-        fits = naive.peak.bytes <= device.memory.bytes
+        fits = naive.peak.bytes <= memory
         tried.append({"rows": rows, "positions": length, "masked_blocked": share, "fits": fits})
         print(tried[-1], flush=True)
         away = max(NAIVE[0] - share, share - NAIVE[1], 0.0) + (0.0 if fits else 1.0)
         if best is None or away < best[0]:
-            best = (away, (rows, length), step, naive)
+            best = (away, step, naive, {"rows": rows, "positions": length})
         if not away:
             break
     assert best is not None
-    away, (rows, length), step, naive = best
+    away, step, naive, batch = best
     found = overlap(step, cluster)
-    print(found, flush=True)
     return {
         "case": case.name,
         "simulated": True,
         "cluster_source": cluster.source,
-        "rows": rows,
-        "positions": length,
+        **batch,
         "micro_batches": MICRO,
         "nodes": len(list(step.nodes)),
         "naive_in_range": not away,
-        "fits": found.after.peak.bytes <= device.memory.bytes,
-        "device_bytes": device.memory.bytes,
+        "fits": found.after.peak.bytes <= memory,
+        "device_bytes": memory,
         "naive": figures(naive),
         "overlap": figures(found.after),
         "chosen": str(found.chosen) if found.chosen else None,

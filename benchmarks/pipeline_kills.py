@@ -138,19 +138,16 @@ def drawn(count: int, seed: int) -> list[Row]:
     draw, names = random.Random(seed), list(STRATEGIES)
     made = []
     for number in range(count):
-        strategy = names[number % len(names)]
-        others = [name for name in names if name != strategy]
-        then = (strategy, ALONE, draw.choice(others))[number // len(names) % 3]
-        made.append(
-            {
-                "case": number,
-                "strategy": strategy,
-                "signal": ("SIGKILL", "SIGSTOP")[number // len(names) % 2],
-                "rank": draw.randrange(WORLDS[strategy]),
-                "then": then,
-                "seed": draw.randrange(1 << 30),
-            }
-        )
+        turn, at = divmod(number, len(names))
+        strategy = names[at]
+        then = (strategy, ALONE, draw.choice([name for name in names if name != strategy]))[turn % 3]
+        case = {
+            "case": number,
+            "strategy": strategy,
+            "signal": ("SIGKILL", "SIGSTOP")[turn % 2],
+            "then": then,
+        }
+        made.append({**case, "rank": draw.randrange(WORLDS[strategy]), "seed": draw.randrange(1 << 30)})
     return made
 
 
@@ -184,12 +181,10 @@ def reported(rows: list[Row], seed: int) -> bool:
     """Write the figures; whether something was wrong."""
     by_kind = sorted(rows, key=lambda row: (row["strategy"], row["signal"], row["case"]))
     table, wrong = judged(by_kind, lambda row: f"{row['signal']}, {row['strategy']}")
+    settings = {"seed": seed, "steps": STEPS, "timeout_s": TIMEOUT_S, "tolerance": TOLERANCE}
     BENCHMARK.keep(
         {
-            "seed": seed,
-            "steps": STEPS,
-            "timeout_s": TIMEOUT_S,
-            "tolerance": TOLERANCE,
+            **settings,
             "cases": len(rows),
             "right": len(rows) - len(wrong),
             "stopped_in": Counter(row["at"][3].partition("(")[0] if row["at"] else "none" for row in rows),

@@ -35,41 +35,42 @@ FAMILIES = ("llama-tied", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "mixtral"
 ONE_STAGE = ("gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2", "auto")
 TWO_STAGES = ("interleaved-1f1b", "zb-v", "v-half", "v-min", "dualpipev", "auto")
 
-PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "shard 2": ("llama-tied", {"axes": {"shard": 2}}),
-    "shard 4, optimizer": ("llama-tied", {"axes": {"shard": 4}, "memory": {"shard": "optimizer"}}),
+SEQUENCE = {"sequence": True}
+RING, ULYSSES = {"context": {"method": "ring"}}, {"context": {"method": "ulysses"}}
+Product = tuple[str, dict[str, int], dict[str, Any]]
+"""A family, axes beside those of the pipeline, and what else its strategy has."""
+PRODUCTS: dict[str, Product] = {
+    "shard 2": ("llama-tied", {"shard": 2}, {}),
+    "shard 4, optimizer": ("llama-tied", {"shard": 4}, {"memory": {"shard": "optimizer"}}),
     "replicate 2 · shard 2, gradients": (
         "qwen3",
-        {"axes": {"replicate": 2, "shard": 2}, "memory": {"shard": "gradients"}},
+        {"replicate": 2, "shard": 2},
+        {"memory": {"shard": "gradients"}},
     ),
-    "tensor 2, sequence": ("gemma3", {"axes": {"tensor": 2}, "sequence": True}),
-    "tensor 4": ("llama-tied", {"axes": {"tensor": 4}}),
-    "tensor 2 × 2": ("llama-tied", {"axes": {"tensor_x": 2, "tensor_y": 2}}),
-    "context 2, ring": ("gemma3", {"axes": {"context": 2}, "context": {"method": "ring"}}),
-    "context 4, ring": ("llama", {"axes": {"context": 4}, "context": {"method": "ring"}}),
-    "context 2, ulysses": ("llama-tied", {"axes": {"context": 2}, "context": {"method": "ulysses"}}),
-    "shard 2 · tensor 2, sequence": ("llama-tied", {"axes": {"shard": 2, "tensor": 2}, "sequence": True}),
-    "shard 2 · context 2": ("qwen3", {"axes": {"shard": 2, "context": 2}}),
-    "context 2 · tensor 2": ("gemma2", {"axes": {"context": 2, "tensor": 2}}),
-    "shard 2 · expert 2": ("mixtral", {"axes": {"shard": 2, "expert": 2}}),
-    "shard 4 · expert 4": ("deepseek-v3", {"axes": {"shard": 4, "expert": 4}}),
-    "tensor 2 · expert 2": ("mixtral", {"axes": {"tensor": 2, "expert": 2}}),
-    "shard 2 · tensor 2 · expert 4": ("mixtral", {"axes": {"shard": 2, "tensor": 2, "expert": 4}}),
-    "context 2 · tensor 2 · expert 2": ("qwen3-moe", {"axes": {"context": 2, "tensor": 2, "expert": 2}}),
+    "tensor 2, sequence": ("gemma3", {"tensor": 2}, SEQUENCE),
+    "tensor 4": ("llama-tied", {"tensor": 4}, {}),
+    "tensor 2 × 2": ("llama-tied", {"tensor_x": 2, "tensor_y": 2}, {}),
+    "context 2, ring": ("gemma3", {"context": 2}, RING),
+    "context 4, ring": ("llama", {"context": 4}, RING),
+    "context 2, ulysses": ("llama-tied", {"context": 2}, ULYSSES),
+    "shard 2 · tensor 2, sequence": ("llama-tied", {"shard": 2, "tensor": 2}, SEQUENCE),
+    "shard 2 · context 2": ("qwen3", {"shard": 2, "context": 2}, {}),
+    "context 2 · tensor 2": ("gemma2", {"context": 2, "tensor": 2}, {}),
+    "shard 2 · expert 2": ("mixtral", {"shard": 2, "expert": 2}, {}),
+    "shard 4 · expert 4": ("deepseek-v3", {"shard": 4, "expert": 4}, {}),
+    "tensor 2 · expert 2": ("mixtral", {"tensor": 2, "expert": 2}, {}),
+    "shard 2 · tensor 2 · expert 4": ("mixtral", {"shard": 2, "tensor": 2, "expert": 4}, {}),
+    "context 2 · tensor 2 · expert 2": ("qwen3-moe", {"context": 2, "tensor": 2, "expert": 2}, {}),
 }
-LARGE: dict[str, tuple[str, dict[str, Any]]] = {
-    "shard 2 · context 2 · tensor 2": (
-        "llama-tied",
-        {"axes": {"shard": 2, "context": 2, "tensor": 2}, "sequence": True},
-    ),
-    "shard 2 · tensor 2 × 2": ("llama-tied", {"axes": {"shard": 2, "tensor_x": 2, "tensor_y": 2}}),
-    "shard 2 · context 2 · tensor 2 · expert 4": (
-        "mixtral",
-        {"axes": {"shard": 2, "context": 2, "tensor": 2, "expert": 4}},
-    ),
+OF_EXPERTS = {"shard": 2, "context": 2, "expert": 4}
+LARGE: dict[str, Product] = {
+    "shard 2 · context 2 · tensor 2": ("llama-tied", {"shard": 2, "context": 2, "tensor": 2}, SEQUENCE),
+    "shard 2 · tensor 2 × 2": ("llama-tied", {"shard": 2, "tensor_x": 2, "tensor_y": 2}, {}),
+    "shard 2 · context 2 · tensor 2 · expert 4": ("mixtral", {**OF_EXPERTS, "tensor": 2}, {}),
     "shard 2 · context 2 · tensor 2 × 2 · expert 4": (
         "mixtral",
-        {"axes": {"shard": 2, "context": 2, "tensor_x": 2, "tensor_y": 2, "expert": 4}},
+        {**OF_EXPERTS, "tensor_x": 2, "tensor_y": 2},
+        {},
     ),
 }
 
@@ -93,12 +94,12 @@ def cells() -> dict[str, tuple[str, Case]]:
                     title = f"{name}, {schedule}, {ranks} ranks × {virtual}"
                     found[title] = "schedules", Case(family(name, ranks * virtual), strategy)
     for part, products in (("products", PRODUCTS), ("large", LARGE)):
-        for title, (name, strategy) in products.items():
+        for title, (name, product, more) in products.items():
             for ranks in (2, 4):
-                axes = {"pipeline": ranks, **strategy["axes"]}
+                axes = {"pipeline": ranks, **product}
                 data = axes.get("shard", 1) * axes.get("replicate", 1)
                 train = {"micro_batch": 1, "batch": max(8, data * ranks)}
-                case = Case(family(name, ranks), {**strategy, "axes": axes}, train)
+                case = Case(family(name, ranks), {**more, "axes": axes}, train)
                 world = case.config.strategy.axes.world
                 if (world <= 8) == (part == "products") and world <= 32:
                     found[f"{name}, pipeline {ranks} · {title}"] = part, case

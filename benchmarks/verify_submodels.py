@@ -3,8 +3,7 @@
 Unmodified small models of Transformers on real gloo workers, with submodels on unlike device groups: loss, norm, every
 gradient and every updated value of plain gradient descent, and of some the losses of an evaluation, beside the model on
 one device. Errors are relative to the largest element, or to a thousandth of that of all gradients where one is 0 but
-for rounding. A case is right below 1e-5. Writes benchmarks/results/verify_submodels.json and the table of
-docs/submodels.md; ends with 1 when a case is wrong.
+for rounding. A case is right below 1e-5. Ends with 1 when a case is wrong.
 """
 
 from __future__ import annotations
