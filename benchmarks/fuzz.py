@@ -4,7 +4,7 @@
     python benchmarks/fuzz.py --files 200       # whole run files, until so many were accepted by train
 
 Every case is one training step on simulated ranks against one device (`hyper_parallel.verify.fuzz`). Exits with 1 when
-there is a fault or fewer than 60% are right. A case that fails is run again by itself with ``--first NUMBER --cases 1``.
+there is a fault or fewer than 60% are right. A case that fails is run again by itself with `--first NUMBER --cases 1`.
 
 With ``--files`` each case is a run file that goes through `hyper-parallel verify` (`hyper_parallel.verify.fuzz_files`):
 one that `train` accepts has to come out right.
@@ -20,21 +20,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
+import torch
 from campaigns import general, in_processes, limited
 from commandline import run
 from measure import write
 from processes import scratch
 
+from hyper_parallel.verify.fuzz import draw_case
+from hyper_parallel.verify.fuzz_files import run_file
+from hyper_parallel.verify.matrix import Cell
+
 LIMIT_S = 120
 """A case that takes longer hangs."""
-Verdict = tuple[Any, str]
-"""A cell (`hyper_parallel.verify.matrix.Cell`), and what was drawn for it, to be told where it is wrong."""
+Verdict = tuple[Cell, str]
+"""A cell, and what was drawn for it, to be told where it is wrong."""
 
 
 def step(number: int) -> Verdict:
     """A training step under a strategy."""
-    from hyper_parallel.verify.fuzz import draw_case
-
     with limited(LIMIT_S):
         case = draw_case(number)
         cell = case.run()
@@ -43,17 +46,13 @@ def step(number: int) -> Verdict:
 
 def file(number: int) -> Verdict:
     """A whole run file."""
-    from hyper_parallel.verify.fuzz_files import run_file
-
     with scratch() as folder:
         cell = run_file(number, folder)
     return cell, f" | {cell.strategy}"
 
 
-def timed(case: Callable[[int], Verdict], number: int) -> tuple[Any, str, float]:
+def timed(case: Callable[[int], Verdict], number: int) -> tuple[Cell, str, float]:
     """What a case came to, with one thread, and its seconds."""
-    import torch
-
     torch.set_num_threads(1)
     start = time.monotonic()
     return *case(number), time.monotonic() - start

@@ -94,9 +94,7 @@ def rank_of_workers(rank: int, store: str) -> dict[str, Any]:
         timelines = _drawn(graph, cluster, timer.taken)
         communicating = statistics.mean(timeline.communicating for timeline in timelines)
         exposed = statistics.median(timeline.exposed for timeline in timelines)
-        taken = statistics.median(seconds for seconds, _ in runs[name][1:])
-        blocked = statistics.median(blocked for _, blocked in runs[name][1:])
-        told = torch.tensor([taken, blocked])
+        told = torch.tensor([statistics.median(figures) for figures in zip(*runs[name][1:], strict=True)])
         dist.all_reduce(told)
         taken, blocked = (told / WORLD).tolist()
         found[name] = {
