@@ -154,20 +154,20 @@ def from_same_values(plain: Side, side: Side, number: int) -> dict[str, float]:
     """What one step of two sides from the same values and moments differs by: the loss, the gradient's norm over its
     size, and the largest difference of an updated value."""
     ours, theirs = side.recipe, plain.recipe
-    values: list[tuple[Any, Any]] = list(zip(ours.handle.owned(), theirs.handle.owned(), strict=True))
+    pairs: list[tuple[Any, Any]] = list(zip(ours.handle.owned(), theirs.handle.owned(), strict=True))
     moments = theirs.optimizer.pieces()
-    pieces = [(piece, moments[name]) for name, piece in ours.optimizer.pieces().items()]
-    for one, other in [*values, *pieces]:
+    pairs += [(piece, moments[name]) for name, piece in ours.optimizer.pieces().items()]
+    for one, other in pairs:
         one.local.copy_(ours.handle.cut(theirs.handle.gather(other.local, other.layout), one.layout))
     expected, got = plain.step(number), side.step(number)
-    whole = [
-        [recipe.handle.gather(pair[at].local, pair[at].layout) for pair in values]
-        for at, recipe in enumerate((ours, theirs))
-    ]
+    updated = (
+        [recipe.handle.gather(one.local, one.layout) for one in recipe.handle.owned()]
+        for recipe in (ours, theirs)
+    )
     return {
         "loss": abs(got.loss - expected.loss),
         "gradient_norm": abs(got.grad_norm - expected.grad_norm) / expected.grad_norm,
-        "updated_value": largest_difference(*whole),
+        "updated_value": largest_difference(*updated),
     }
 
 

@@ -100,14 +100,8 @@ def main(only: Annotated[str, "cases whose name has this text; nothing is writte
         print(f"{name}: {found.refused or f'{found.error:.1e}'}", flush=True)
         if found.missing or not found.error < RIGHT:
             wrong.append(name)
-        rows[name] = {
-            "workers": world,
-            "loss": found.loss,
-            "norm": found.norm,
-            "gradients": found.gradient,
-            "values": found.value,
-            "evaluated": found.evaluated,
-        }
+        errors = {"loss": found.loss, "norm": found.norm, "gradients": found.gradient, "values": found.value}
+        rows[name] = {"workers": world, **errors, "evaluated": found.evaluated}
     if not only:
         BENCHMARK.keep({"wrong": wrong, "cases": rows})
     print(f"{len(rows) - len(wrong)} of {len(rows)} right")
