@@ -4,9 +4,9 @@
 
 A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`). A cell is one training
 step on simulated ranks, or on processes where a model cannot be simulated, every gradient against one device; what the
-check before training refuses is refused. Writes ``benchmarks/results/attack_models.json`` and the table in
-``docs/families.md`` after each family, so that `--resume` goes on where a run ended, and `--families` and
-`--strategies` run some anew. Exits with 1 when a cell is wrong, ends in a traceback, or hangs.
+check before training refuses is refused. The result and its table are written after each family, so that `--resume`
+goes on where a run ended, and `--families` and `--strategies` run some anew. Exits with 1 when a cell is wrong, ends in
+a traceback, or hangs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from campaigns import Rows, general, in_processes, limited, one_line
+import transformers
+from campaigns import Rows, in_processes, limited, one_line
 from commandline import run
 from measure import quiet
 from pages import Benchmark
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from harness import run_ranks
+from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError
+from hyper_parallel.shard.parallelize import check_tokens
+from hyper_parallel.verify import matrix
+from hyper_parallel.verify.families import has_experts
+from hyper_parallel.verify.run import against_pipeline, against_workers
+from hyper_parallel.verify.shrink import shrunken
 
 LIMIT_S = 180
 """A cell that takes longer hangs."""
@@ -57,9 +68,6 @@ _MARKS = {"right": "✓", "arithmetic": "÷", "refused": "–", "WRONG": "**wron
 def causal_families() -> list[str]:
     """The families of causal language models that read text alone. A family that is several models in one (a vision
     tower and a language model) stands here by its language model, which is a family of its own."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     parts = {"attn_config", "ffn_config"}  # sections of one model, not models
     drafting = "_assistant"  # a drafting head, which reads another model's keys and values
     return [
@@ -71,15 +79,8 @@ def causal_families() -> list[str]:
 
 def attacked(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
     """The cells of a family, all of them or under the strategies named, as the result file has them."""
-    import transformers
-
-    from hyper_parallel.errors import StrategyError
-    from hyper_parallel.verify import matrix
-    from hyper_parallel.verify.families import has_experts
-    from hyper_parallel.verify.shrink import shrunken
-
     began = time.monotonic()
-    config = transformers.CONFIG_MAPPING[family]()
+    config = CONFIG_MAPPING[family]()
     fields = {**shrunken(config), "model_type": family}
     batch = matrix.draw_batch(fields, ROWS, LENGTH)
     device = "meta"
@@ -108,9 +109,6 @@ def attacked(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _cell(fields: Mapping[str, Any], strategy: Mapping[str, Any], batch: Any, one: Any, device: str) -> Any:
-    from hyper_parallel.errors import SimulationError
-    from hyper_parallel.verify import matrix
-
     pipeline = "pipeline" in strategy["axes"]
     train = {"batch": ROWS, **({"micro_batch": 1} if pipeline else {})}
     config = matrix.family_config(fields, strategy, train, LENGTH)
@@ -122,8 +120,6 @@ def _cell(fields: Mapping[str, Any], strategy: Mapping[str, Any], batch: Any, on
 
 def _by_processes(config: Any, fields: Mapping[str, Any], device: str, batch: Any, one: Any) -> Any:
     """The report of real workers over gloo. Raises what rank 0 raises."""
-    from harness import run_ranks
-
     world = config.strategy.axes.world
     limit = LIMIT_S + 30 * world
     with limited(limit):
@@ -136,9 +132,6 @@ def _by_processes(config: Any, fields: Mapping[str, Any], device: str, batch: An
 def _rank(
     rank: int, world: int, config: Any, fields: Mapping[str, Any], device: str, batch: Any, one: Any
 ) -> Any:
-    from hyper_parallel.verify import matrix
-    from hyper_parallel.verify.run import against_pipeline, against_workers
-
     quiet(threads=1)
     try:
         model: Any = matrix.build_model(fields, device)
@@ -153,8 +146,6 @@ def _rank(
 
 
 def _outcome(cell: Any) -> dict[str, Any]:
-    from hyper_parallel.errors import HyperParallelError
-
     try:
         report = cell()
     except HyperParallelError as refusal:
@@ -174,10 +165,6 @@ def _outcome(cell: Any) -> dict[str, Any]:
 def _checked(fields: Mapping[str, Any], strategy: Mapping[str, Any], device: str) -> dict[str, Any] | None:
     """What the check before training says of a cell that is wrong, which simulated ranks go without; None when it lets
     the strategy pass."""
-    from hyper_parallel.errors import HyperParallelError
-    from hyper_parallel.shard.parallelize import check_tokens
-    from hyper_parallel.verify import matrix
-
     declared = matrix.family_config(fields, strategy, {"batch": ROWS}, LENGTH).strategy
     try:
         check_tokens(matrix.build_model(fields, device), declared, fields["vocab_size"])
@@ -199,7 +186,6 @@ def counted(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The part of docs/families.md."""
     counts, found = result["counts"], result["families"]
     yield (
         f"{counts['families']} of the {result['of']} families of Transformers {result['transformers']}, "
@@ -214,32 +200,17 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     yield "| | " + " | ".join(STRATEGIES) + " |"
     yield "|---" * (len(STRATEGIES) + 1) + "|"
     for family, of in sorted(found.items()):
-        if of["cells"]:
-            row = [
-                _MARKS[of["cells"][name]["outcome"]] if name in of["cells"] else "·" for name in STRATEGIES
-            ]
+        if cells := of["cells"]:
+            row = [_MARKS[cells[name]["outcome"]] if name in cells else "·" for name in STRATEGIES]
             yield f"| {family} | " + " | ".join(row) + " |"
     left = {family: of["no_reference"] for family, of in sorted(found.items()) if "no_reference" in of}
     if left:
         yield ""
-        yield (
-            "Not run, since one device does not train them here: "
-            + ", ".join(f"{family} ({why})" for family, why in left.items())
-            + "."
-        )
-
-
-def reasons(found: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Refusals by what they say, names and numbers left out, the most frequent first."""
-    cells = (cell for of in found.values() for cell in of["cells"].values())
-    refused = (general(cell["detail"]) for cell in cells if cell["outcome"] == "refused")
-    return collections.Counter(refused).most_common()
+        told = ", ".join(f"{family} ({why})" for family, why in left.items())
+        yield f"Not run, since one device does not train them here: {told}."
 
 
 def summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the result has beside the families."""
-    import transformers
-
     return {"transformers": transformers.__version__, "of": len(causal_families()), "counts": counted(found)}
 
 
@@ -269,8 +240,6 @@ def main(
         for name, cell in of["cells"].items():
             if cell["outcome"] in ("WRONG", "traceback"):
                 print(f"    {name}: {cell['detail']}", flush=True)
-    for reason, count in reasons(rows.rows):
-        print(f"{count:6}  {reason}")
     counts = counted(rows.rows)
     print(counts)
     return bool(counts["WRONG"] or counts["traceback"])

@@ -1,6 +1,6 @@
 """Bytes that collectives move for one transformer layer, forward and backward: 2D tensor parallelism against 1D.
 
-    python benchmarks/comm_volume.py              # the table; writes benchmarks/results/comm_volume.json
+    python benchmarks/comm_volume.py
 
 Unmodified Transformers layers of real shapes are parallelized on a fake process group and run on the meta device, and
 every collective is counted as it passes the dispatcher. One layer is the difference between a model of two layers and
@@ -11,14 +11,14 @@ norms' statistics and the gradients of weights that several ranks compute with, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
 from commandline import run
-from pages import Benchmark, table
+from pages import Benchmark
 from shapes import llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -48,38 +48,6 @@ TOKENS = 8192
 WIDTH = torch.bfloat16.itemsize
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Bytes that one device receives for one layer, forward and backward."""
-
-    activations: int
-    statistics: int
-    weight_gradients: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model at one degree, with one treatment of gathered inputs in both 1D and 2D."""
-
-    model: str
-    ranks: int
-    gathered: str
-    y: int
-    x: int
-    x_up: int
-    x_down: int
-    one: Moved
-    one_closed: int
-    two: Moved
-    two_closed: int
-    two_kept_elements: float
-    """What the backward pass finds gathered beyond the shards, in T·h elements a layer."""
-    against_equal: float
-    """2D over 1D with the same treatment, less 1."""
-    against_again: float
-    """2D over 1D that gathers again, less 1."""
-
-
 class LayoutCopies(TorchDispatchMode):
     """Counts operators that write a tensor anew in another order or place; casts are none."""
 
@@ -99,47 +67,43 @@ class LayoutCopies(TorchDispatchMode):
         return out
 
 
-def layers_of(shape: Shape, layers: int, strategy: hp.Strategy) -> tuple[list[torch.nn.Module], Any]:
-    """Parallelized decoder layers on the meta device, and the model's rotary embedding."""
+def step_of(shape: Shape, layers: int, strategy: hp.Strategy, rows: int, tokens: int) -> Callable[[], None]:
+    """The forward and backward pass of parallelized decoder layers on [rows, tokens, h], on the meta device."""
     sizes = {"inner": shape.between, "kv": shape.kv // shape.head, "head_dim": shape.head}
     fields = llama(shape.hidden, layers, shape.query // shape.head, vocabulary=256, positions=2048, **sizes)
     config = LlamaConfig(**fields, attn_implementation="sdpa", dtype=torch.bfloat16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     hp.parallelize(model, strategy, lowering="traceable")
-    return list(model.model.layers), model.model.rotary_emb
-
-
-def step_of(shape: Shape, layers: int, strategy: hp.Strategy, rows: int, tokens: int) -> Callable[[], None]:
-    """The forward and backward pass of `layers` layers on [rows, tokens, h]."""
-    stack, rotary = layers_of(shape, layers, strategy)
     given = torch.zeros(rows, tokens, shape.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    positions = rotary(given, torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+    positions = model.model.rotary_emb(given, torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
 
     def step() -> None:
         out = given
-        for layer in stack:
+        for layer in model.model.layers:
             out = layer(out, position_embeddings=positions, attention_mask=None)
         out.sum().backward()
 
     return step
 
 
-def count_copies(shape: Shape, strategy: hp.Strategy, rows: int, tokens: int = TOKENS) -> dict[str, int]:
-    """Layout copies that one layer more makes on a device, and their elements: the model's own ones included."""
-    found = []
-    for layers in (1, 2):
-        with fake_ranks(strategy.axes.world, 0):
-            step = step_of(shape, layers, strategy, rows, tokens)
-            with LayoutCopies() as mode:
-                step()
-        found.append((mode.copies, mode.elements))
-    (fewer, less), (more, most) = found
-    return {"copies": more - fewer, "elements": most - less}
+def one_layer(count: Callable[[int], Mapping[str, int]]) -> dict[str, int]:
+    """What one layer more adds to the counts of so many layers."""
+    one, two = count(1), count(2)
+    return {key: two[key] - one[key] for key in one}
 
 
-def count(shape: Shape, layers: int, strategy: hp.Strategy, tokens: int) -> Moved:
-    """What `layers` layers move, the model's first split and last gather included."""
+def count_copies(shape: Shape, strategy: hp.Strategy, rows: int, layers: int) -> dict[str, int]:
+    """Layout copies that layers make on a device, and their elements: the model's own ones included."""
+    with fake_ranks(strategy.axes.world, 0):
+        step = step_of(shape, layers, strategy, rows, TOKENS)
+        with LayoutCopies() as mode:
+            step()
+    return {"copies": mode.copies, "elements": mode.elements}
+
+
+def count_moved(shape: Shape, strategy: hp.Strategy, tokens: int, layers: int) -> dict[str, int]:
+    """What layers move, the model's first split and last gather included."""
     with fake_ranks(strategy.axes.world, 0):
         step = step_of(shape, layers, strategy, 1, tokens)
         with counting() as counted:
@@ -148,17 +112,11 @@ def count(shape: Shape, layers: int, strategy: hp.Strategy, tokens: int) -> Move
     # Statistics are summed over tensor_x, the innermost axis; weights' gradients over tensor_y, or over both.
     over_x = tuple(range(strategy.axes.tensor_x)) if strategy.axes.tensor_y > 1 else None
     reduced = [c for c in counted if c.kind == "all_reduce"]
-    return Moved(
-        sum(c.bytes_received for c in counted if c.kind != "all_reduce"),
-        sum(c.bytes_received for c in reduced if c.ranks == over_x),
-        sum(c.bytes_received for c in reduced if c.ranks != over_x),
-    )
-
-
-def one_layer(shape: Shape, strategy: hp.Strategy, tokens: int = TOKENS) -> Moved:
-    """What one layer more moves."""
-    one, two = (asdict(count(shape, layers, strategy, tokens)) for layers in (1, 2))
-    return Moved(**{key: two[key] - one[key] for key in one})
+    return {
+        "activations": sum(c.bytes_received for c in counted if c.kind != "all_reduce"),
+        "statistics": sum(c.bytes_received for c in reduced if c.ranks == over_x),
+        "weight_gradients": sum(c.bytes_received for c in reduced if c.ranks != over_x),
+    }
 
 
 def strategy_of(ranks: int, gathered: Gathered, y: int = 1) -> hp.Strategy:
@@ -172,7 +130,7 @@ def strategy_of(ranks: int, gathered: Gathered, y: int = 1) -> hp.Strategy:
     )
 
 
-def in_bytes(cost: Fraction, ranks: int, tokens: int = TOKENS) -> int:
+def in_bytes(cost: Fraction, ranks: int, tokens: int) -> int:
     """A closed form, which counts elements in units of T / P, in bytes."""
     exact = cost * tokens * WIDTH / ranks
     assert exact.denominator == 1, exact
@@ -188,46 +146,39 @@ def kept(shape: Shape, x: int, y: int, factors: MlpFactors, gathered: Gathered) 
     return elements / (ranks * h)
 
 
-def row(model: str, ranks: int, gathered: Gathered, tokens: int = TOKENS) -> Row:
-    """Measure and compute one row; measured activations must equal the closed forms."""
+def row(model: str, ranks: int, gathered: Gathered, tokens: int = TOKENS) -> dict[str, Any]:
+    """One model at one degree, with one treatment of gathered inputs in both 1D and 2D: what is measured, which must
+    equal the closed forms for activations, what the backward pass finds gathered beyond the shards, in T·h elements a
+    layer, and 2D over 1D, less 1, with the same treatment and where 1D gathers again."""
     shape = MODELS[model]
     x, y = choose_attention(shape, ranks, gathered)
     factors = choose_mlp(shape.hidden, shape.between, shape.leading, x, y, gathered)
-    one = one_layer(shape, strategy_of(ranks, gathered), tokens)
-    two = one_layer(shape, strategy_of(ranks, gathered, y), tokens)
+    one, two = (
+        one_layer(partial(count_moved, shape, strategy_of(ranks, gathered, degree), tokens))
+        for degree in (1, y)
+    )
     # In 1D `mlp` keeps the MLP's input and gathers the attention's again.
     attention: Gathered = "keep" if gathered == "keep" else "again"
     mlp: Gathered = "again" if gathered == "again" else "keep"
-    one_closed = in_bytes(
-        one_axis_cost(shape, ranks, attention) + one_axis_cost(shape, ranks, mlp), ranks, tokens
-    )
-    cost = attention_cost(shape, x, y, gathered) + mlp_cost(shape, x, y, factors, gathered)
-    two_closed = in_bytes(cost, ranks, tokens)
+    of_one = one_axis_cost(shape, ranks, attention) + one_axis_cost(shape, ranks, mlp)
+    of_two = attention_cost(shape, x, y, gathered) + mlp_cost(shape, x, y, factors, gathered)
     again = in_bytes(2 * one_axis_cost(shape, ranks, "again"), ranks, tokens)
-    return Row(
-        model, ranks, gathered, y, x, factors.up, factors.down, one, one_closed, two, two_closed,
-        kept(shape, x, y, factors, gathered),
-        two.activations / one.activations - 1,
-        two.activations / again - 1,
-    )  # fmt: skip
-
-
-def shown(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows for people."""
-    yield f"MiB received by each device, one layer, forward and backward, {TOKENS} tokens, bfloat16"
-
-    def cells(row: Row) -> Iterator[object]:
-        yield from (row.model, row.ranks, row.gathered, row.y, row.x, row.x_up, row.x_down)
-        for moved in (row.one.activations, row.one_closed, row.two.activations, row.two_closed):
-            yield f"{moved / 2**20:.1f}"
-        yield from (f"{row.against_equal:+.1%}", f"{row.against_again:+.1%}", f"{row.two_kept_elements:.3f}")
-        for moved in (row.two.statistics, row.one.weight_gradients, row.two.weight_gradients):
-            yield f"{moved / 2**20:.2f}"
-
-    columns = "model|P|gathered|y|x|x′|x″|1D|closed form|2D|closed form|2D : 1D|2D : 1D again"
-    yield from table(
-        f"{columns}|kept, T·h|statistics|weight gradients 1D|2D", (list(cells(row)) for row in rows)
-    )
+    return {
+        "model": model,
+        "ranks": ranks,
+        "gathered": gathered,
+        "y": y,
+        "x": x,
+        "x_up": factors.up,
+        "x_down": factors.down,
+        "one": one,
+        "one_closed": in_bytes(of_one, ranks, tokens),
+        "two": two,
+        "two_closed": in_bytes(of_two, ranks, tokens),
+        "two_kept_elements": kept(shape, x, y, factors, gathered),
+        "against_equal": two["activations"] / one["activations"] - 1,
+        "against_again": two["activations"] / again - 1,
+    }
 
 
 def copies_of(model: str, ranks: int, rows: int) -> dict[str, Any]:
@@ -238,42 +189,28 @@ def copies_of(model: str, ranks: int, rows: int) -> dict[str, Any]:
         "model": model,
         "ranks": ranks,
         "rows": rows,
-        "one": count_copies(shape, strategy_of(ranks, "keep"), rows),
-        "two": count_copies(shape, strategy_of(ranks, "keep", y), rows),
+        "one": one_layer(partial(count_copies, shape, strategy_of(ranks, "keep"), rows)),
+        "two": one_layer(partial(count_copies, shape, strategy_of(ranks, "keep", y), rows)),
     }
 
 
-def copies_shown(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The layout copies for people."""
-    yield f"Layout copies of one layer, forward and backward, {TOKENS} tokens a row, millions of elements"
-
-    def cells(row: dict[str, Any]) -> Iterator[object]:
-        yield from (row["model"], row["ranks"], row["rows"])
-        for side in (row["one"], row["two"]):
-            yield from (side["copies"], f"{side['elements'] / 1e6:.0f}")
-
-    columns = "model|P|rows|1D copies|elements|2D copies|elements"
-    yield from table(columns, (list(cells(row)) for row in found))
-
-
 def main() -> None:
-    """Every row; fails when a measured figure is not the closed form."""
     rows = [row(model, ranks, gathered) for model in MODELS for ranks in DEGREES for gathered in TREATMENTS]
     copies = [copies_of("Llama-3-70B", ranks, batch) for ranks in DEGREES for batch in (1, 2)]
-    print(*shown(rows), "", *copies_shown(copies), sep="\n")
+    print(*rows, *copies, sep="\n")
     BENCHMARK.keep(
         {
             "unit": "bytes received by each device for one layer, forward and backward",
             "tokens": TOKENS,
             "dtype": "bfloat16",
             "measured_on": "a fake process group and the meta device: collectives counted, nothing sent",
-            "rows": [asdict(r) for r in rows],
+            "rows": rows,
             "layout_copies": copies,
         }
     )
     for r in rows:
-        assert r.one.activations == r.one_closed, r
-        assert r.two.activations == r.two_closed, r
+        assert r["one"]["activations"] == r["one_closed"], r
+        assert r["two"]["activations"] == r["two_closed"], r
 
 
 if __name__ == "__main__":

@@ -7,18 +7,18 @@ extended, removed, replaced by that of the checkpoint before, replaced by a link
 up. Right is: the one before, with a reason; or the newest, where every byte that is loaded is as it was written
 (a lock, or a manifest that was removed). What is taken is loaded and compared. Three more cases ruin the weights.
 
-Prints a table, writes ``benchmarks/results/damage_saves.json``, and exits with 1 when any case is wrong.
+Exits with 1 when any case is wrong.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from campaigns import counted
 from commandline import run
 from pages import Benchmark
 from processes import scratch
@@ -35,32 +35,25 @@ from hyper_parallel.layout import Layout, Mesh
 BENCHMARK = Benchmark("damage_saves")
 STEPS = (1, 2, 3)
 LAYOUT = Layout.replicated(Mesh(), (64, 8))
-HARMLESS = {".writer.lock"}
 KINDS = ("flip", "cut", "empty", "extend", "remove", "older", "link", "folder")
 NAMES = {"run": "step-{:08d}", "trainer": "checkpoint-{}"}
 """The folder of a step."""
 
 
-def value(step: int) -> torch.Tensor:
+def value(step: float) -> torch.Tensor:
     """What is saved after a step."""
     return torch.full((64, 8), float(step))
 
 
-def save(writer: Writer, step: int, values: torch.Tensor) -> None:
-    """Save one tensor and an asset."""
-    assets = {"a.json": b"%d" % step}
-    writer.save(step, {"w": Piece(values, LAYOUT)}, {}, assets=assets, largest={"w": LARGEST_WEIGHT})
-
-
-def make_run(folder: Path) -> None:
-    """Three checkpoints as a run writes them."""
+def make_run(folder: Path, *values: float) -> None:
+    """Checkpoints as a run writes them, with an asset and one tensor, of these values."""
     with Writer(folder, 1, 0, keep=9) as writer:
-        for step in STEPS:
-            save(writer, step, value(step))
+        for step, one in enumerate(values, 1):
+            assets, weights = {"a.json": b"%d" % step}, {"w": Piece(value(one), LAYOUT)}
+            writer.save(step, weights, {}, assets=assets, largest={"w": LARGEST_WEIGHT})
 
 
 def make_trainer(folder: Path, handle: hp.shard.ShardedModel) -> None:
-    """Three checkpoints as a Trainer writes them."""
     for step in STEPS:
         inner = folder / f"checkpoint-{step}"
         inner.mkdir(parents=True)
@@ -74,7 +67,6 @@ def make_trainer(folder: Path, handle: hp.shard.ShardedModel) -> None:
 
 
 def damage(path: Path, older: Path, kind: str, draw: random.Random) -> None:
-    """Do one thing to one file."""
     content = path.read_bytes()
     path.unlink()
     if kind == "flip":
@@ -83,8 +75,10 @@ def damage(path: Path, older: Path, kind: str, draw: random.Random) -> None:
         path.write_bytes(flipped)
     elif kind == "cut":
         path.write_bytes(content[: draw.randrange(max(1, len(content)))])
-    elif kind in ("empty", "extend"):
-        path.write_bytes(b"" if kind == "empty" else content + b"x")
+    elif kind == "empty":
+        path.touch()
+    elif kind == "extend":
+        path.write_bytes(content + b"x")
     elif kind == "older":
         shutil.copy(older, path)
     elif kind == "link":
@@ -113,7 +107,7 @@ def resumed(folder: Path, handle: hp.shard.ShardedModel | None) -> tuple[int, st
 def damaged(folder: Path, cases: int, draw: random.Random) -> Iterator[dict[str, str]]:
     """Each case: what was done, which checkpoint was taken, and what is wrong with that."""
     handle = hp.sharded(hp.parallelize(nn.Linear(8, 64, bias=False), hp.Strategy()))
-    make_run(folder / "run")
+    make_run(folder / "run", *STEPS)
     make_trainer(folder / "trainer", handle)
     for number in range(cases):
         kind, case = ("run", "trainer")[number % 2], folder / "case"
@@ -125,7 +119,7 @@ def damaged(folder: Path, cases: int, draw: random.Random) -> Iterator[dict[str,
         name = path.relative_to(newer).as_posix()
         how = draw.choice(KINDS)
         damage(path, older / name.replace("step-00000003", "step-00000002"), how, draw)
-        harmless = path.name in HARMLESS or (path.name == MANIFEST and how == "remove")
+        harmless = path.name == ".writer.lock" or (path.name == MANIFEST and how == "remove")
         row = {"case": f"{kind}, {how}", "taken": "none", "wrong": ""}
         try:
             step, why, equal = resumed(case, handle if kind == "trainer" else None)
@@ -142,9 +136,7 @@ def ruined(folder: Path) -> Iterator[dict[str, str]]:
     """Weights that no training comes back from are skipped, with the reason."""
     for bad in (float("nan"), float("inf"), 1e38):
         case = folder / f"ruined-{bad}"
-        make_run(case)
-        with Writer(case, 1, 0, keep=9) as writer:
-            save(writer, 4, torch.full((64, 8), bad))
+        make_run(case, *STEPS, bad)
         step, why, equal = resumed(case, None)
         wrong = step != 3 or not equal or "ruined" not in why
         told = f"weights of {bad}: took step {step} ({why})" if wrong else ""
@@ -152,14 +144,11 @@ def ruined(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def main(cases: int = 300, seed: int = 0) -> bool:
-    """Run all cases; whether one is wrong."""
     with scratch() as folder:
         rows = [*damaged(folder, cases, random.Random(seed)), *ruined(folder)]
-    counts = counted([{"told": f"{row['case']}: {row['taken']}"} for row in rows], "told")
+    counts = dict(sorted(Counter(f"{row['case']}: {row['taken']}" for row in rows).items()))
     wrong = [row["wrong"] for row in rows if row["wrong"]]
-    for what, count in counts.items():
-        print(f"{count:>5}  {what}")
-    print(f"{len(rows) - len(wrong)} of {len(rows)} right", *wrong, sep="\n")
+    print(counts, f"{len(rows) - len(wrong)} of {len(rows)} right", *wrong, sep="\n")
     BENCHMARK.keep({"seed": seed, "cases": len(rows), "counts": counts, "wrong": wrong})
     return bool(wrong)
 

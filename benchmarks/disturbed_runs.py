@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from campaigns import Log
 from shapes import text_of_functions
 
 from hyper_parallel import config, launch
@@ -31,6 +32,8 @@ model:
            num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
 """
 """A run file's beginning; ``OUT`` is the folder of the run."""
+Row = dict[str, Any]
+"""A case, and what it came to."""
 
 
 def family(pid: int) -> list[int]:
@@ -54,23 +57,21 @@ def records(folder: Path, out: str) -> dict[int, dict[str, Any]]:
     return {record["step"]: record for record in found if "loss" in record}
 
 
-def tensors(checkpoint: Path) -> dict[str, bytes]:
-    """The bytes of a checkpoint's data files."""
-    return {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}
-
-
-def write_texts(folder: Path, **functions: int) -> None:
-    """Write ``<name>.txt`` of so many functions each."""
-    for name, count in functions.items():
-        (folder / f"{name}.txt").write_text(text_of_functions(count))
+def results(folder: Path, out: str, steps: int) -> tuple[dict[int, Any], dict[str, bytes]]:
+    """What must not depend on interruptions: every loss and norm, and the bytes of the last checkpoint."""
+    values = {step: (row["loss"], row["grad_norm"]) for step, row in records(folder, out).items()}
+    files = (folder / out / "checkpoints" / f"step-{steps:08d}").glob("*.safetensors")
+    return values, {path.name: path.read_bytes() for path in files}
 
 
 class Command:
     """A process that starts runs one after another as ``hyper-parallel train`` does, and is the command of each."""
 
-    def __init__(self, folder: Path, text: str) -> None:
-        """`text`: of run files, with ``OUT`` for the folder of the run."""
-        self.folder, self._text = folder, text
+    def __init__(self, folder: Path, run: str, /, **functions: int) -> None:
+        """`run`: a run file, with ``OUT`` for the folder of the run; `functions`: of the texts that it names."""
+        self.folder, self._run = folder, run
+        for name, count in functions.items():
+            (folder / f"{name}.txt").write_text(text_of_functions(count))
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             cwd=folder,
@@ -79,14 +80,12 @@ class Command:
             start_new_session=True,
         )
 
-    def start(self, out: str, *overrides: str, **launched: Any) -> None:
-        """Begin a run; `ended` tells how it ends. `launched`: keys of `launch`."""
-        (self.folder / f"{out}.yaml").write_text(self._text.replace("OUT", out))
+    def start(self, out: str, *overrides: str) -> None:
+        (self.folder / f"{out}.yaml").write_text(self._run.replace("OUT", out))
         (self.folder / f"{out}.err").write_text("")
         (self.folder / f"{out}.txt").write_text("")
         assert self.process.stdin is not None
-        more = [f"launch.{key}={value}" for key, value in launched.items()]
-        self.process.stdin.write(json.dumps([out, *overrides, *more]).encode() + b"\n")
+        self.process.stdin.write(json.dumps([out, *overrides]).encode() + b"\n")
         self.process.stdin.flush()
         self.begun = time.monotonic()
 
@@ -97,6 +96,9 @@ class Command:
             return None
         return int(self.process.stdout.readline())
 
+    def said(self, out: str) -> str:
+        return (self.folder / f"{out}.err").read_text()
+
     def until_first_step(self, out: str) -> int | None:
         """Wait until the run has a step; its exit code where it ended before that."""
         while not records(self.folder, out):
@@ -105,12 +107,12 @@ class Command:
             assert time.monotonic() - self.begun < 300, "no step within five minutes"
         return None
 
-    def finish(self, out: str, *overrides: str, **launched: Any) -> int:
-        """Run to the end; the exit code."""
-        self.start(out, *overrides, **launched)
+    def finish(self, out: str, *overrides: str) -> bool:
+        """Run to the end; whether that is as it should be."""
+        self.start(out, *overrides)
         code = self.ended(600)
         assert code is not None, f"{out} did not end"
-        return code
+        return code == 0
 
     def workers(self) -> list[int]:
         """Process ids of the run's workers, by rank, as far as they are there."""
@@ -118,7 +120,6 @@ class Command:
         return sorted(below[1:])  # the first is the fork server, which forks them in order
 
     def close(self) -> None:
-        """End it and what it has started."""
         for pid in family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -147,18 +148,25 @@ def serve() -> None:
         answers.flush()
 
 
-def judged(
-    rows: Sequence[Mapping[str, Any]], name: Callable[[Mapping[str, Any]], str]
-) -> dict[str, dict[str, float]]:
-    """How many cases of each name were right, and the slowest end; printed too."""
+def judged(rows: Sequence[Row], name: Callable[[Row], str]) -> tuple[dict[str, dict[str, float]], list[Row]]:
+    """How many cases of each name were right, and the slowest end; and the cases that were not. Printed too."""
     table = {}
-    print(f"{'':<46} {'cases':>6} {'right':>6} {'slowest end':>12}")
     for kind in dict.fromkeys(map(name, rows)):
         those = [row for row in rows if name(row) == kind]
         right, slowest = sum(row["ok"] for row in those), max(row["ended_s"] for row in those)
         table[kind] = {"cases": len(those), "right": right, "slowest_end_s": slowest}
-        print(f"{kind:<46} {len(those):>6} {right:>6} {slowest:>10.1f} s")
-    return table
+        print(kind, table[kind])
+    return table, [row for row in rows if not row["ok"]]
+
+
+def campaign(log: Log, cases: Sequence[Row], result_of: Callable[[Row], Row]) -> None:
+    """Run the cases that a log does not have, and keep and print each."""
+    done = {row["case"] for row in log.rows}
+    for case in cases:
+        if case["case"] not in done:
+            row = {**case, **result_of(case)}
+            log.add(row)
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from measure import in_turns, paired_ratio, quartile_ratio, timed
 from pages import Benchmark
 from processes import scratch, threads_of, workers
 from shapes import NO_ENDS, Fields, llama
-from training import ENGINES, build, engine_step, recipe_of, step_batch
+from training import ENGINES, Step, build, engine_step, recipe_of, step_batch
 
 import hyper_parallel as hp
 from hyper_parallel.shard.parallelize import Lowering
@@ -43,36 +43,33 @@ def recipe(fields: Fields, strategy: hp.Strategy, engine: str, values: str | Non
     return recipe_of(build(fields, strategy, lowering=lowering, values=values))
 
 
-def worker(
-    rank: int, world: int, case: str, rounds: int, artifacts: Path
-) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[float]], dict[str, float]]:
+def worker(rank: int, world: int, case: str, rounds: int, artifacts: Path) -> tuple[dict[str, Any], ...]:
     """Seconds of steps by engine, seconds until graphs were ready, and the first and the last losses."""
     fields, rows, length = CASES[case]
     strategy = hp.Strategy(axes={"shard": 2, "tensor": 2}, sequence=True) if world > 1 else hp.Strategy()
-    steps, ready = {}, {}
-    for engine in ENGINES if rounds else ("compiled",):
-        own = recipe(fields, strategy, engine)
+    steps: dict[str, Step] = {}
+    ready: dict[str, float] = {}
+
+    def make_ready(engine: str) -> None:
+        own, shadow = recipe(fields, strategy, engine), recipe(fields, strategy, engine, values=None)
         batch = step_batch(own, rows, length, fields["vocab_size"])
-        shadow = recipe(fields, strategy, engine, values=None)
-
-        def on_meta(shadow: Recipe = shadow) -> Recipe:
-            return shadow
-
         begun = time.perf_counter()
-        steps[engine] = engine_step(engine, own, on_meta, batch, artifacts)
+        steps[engine] = engine_step(engine, own, lambda: shadow, batch, artifacts)
         ready[engine] = time.perf_counter() - begun
+
+    for engine in ENGINES if rounds else ("compiled",):
+        make_ready(engine)
     losses = {engine: [step() for _ in range(3)] for engine, step in steps.items()}  # warm-up
     times = in_turns(steps, rounds, partial(timed, world=world))
     return times, ready, losses, {engine: step() for engine, step in steps.items()}
 
 
 def measured(case: str, world: int, rounds: int) -> dict[str, Any]:
-    """One model on so many workers."""
     with scratch() as artifacts:
-        _, cold, _, _ = workers(worker, world, case, 0, artifacts, threads=threads_of(world))[0]
-        times, warm, first, last = workers(worker, world, case, rounds, artifacts, threads=threads_of(world))[
-            0
-        ]
+        (_, cold, _, _), (times, warm, first, last) = (
+            workers(worker, world, case, count, artifacts, threads=threads_of(world))[0]
+            for count in (0, rounds)
+        )
     return {
         "graph": paired_ratio(times["graph"], times["eager"]),
         "compiled": paired_ratio(times["compiled"], times["eager"]),
@@ -90,18 +87,11 @@ def main(
     case: Annotated[tuple[str, ...], tuple(CASES)] = tuple(CASES),
     worlds: Annotated[tuple[int, ...], (1, 4)] = (1, 4),
 ) -> None:
-    """Measure, print, keep."""
     result = {}
     for name in case:
         for world in worlds:
             row = result[f"{name}, {world} workers"] = measured(name, world, rounds)
-            print(f"{name}, {world} worker(s): eager {row['graph']['theirs_s'] * 1e3:.0f} ms")
-            for engine in ("graph", "compiled"):
-                print(
-                    f"  {engine} {row[engine]['ours_s'] * 1e3:.0f} ms, ratio {row[engine]['ratio']:.3f} "
-                    f"(95%: {row[engine]['low']:.3f} to {row[engine]['high']:.3f})"
-                )
-            print({key: round(value, 1) for key, value in row.items() if key.endswith("_s")}, flush=True)
+            print(name, world, row, flush=True)
     BENCHMARK.keep({"cases": result})
 
 

@@ -29,7 +29,7 @@ from measure import in_turns, paired_ratio, timed
 from pages import Benchmark
 from shapes import Fields, llama
 from torch import Tensor, nn
-from training import build, micro_batch, recipe_of
+from training import build, largest_difference, micro_batch, recipe_of
 
 from harness import run_ranks
 from hyper_parallel import Strategy, init_weights
@@ -63,7 +63,6 @@ MODEL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 
 
 def batch(rank: int, step: int) -> StepBatch:
-    """This rank's rows of a step: random tokens."""
     rows = ROWS * WORLD
     micro = micro_batch(rows, LENGTH, VOCABULARY, share=rank, shares=WORLD, seed=step)
     return StepBatch(step, list(range(rows)), [micro], torch.tensor(float(ROWS * LENGTH)))
@@ -104,9 +103,8 @@ class Side:
         seconds = timed(lambda: results.append(self.step(number)), WORLD)
         self.losses.append(results[0].loss)
         self.rows.append(list(counted))
-        if self.balancer is not None and results[0].expert_loads is not None:
-            loads, found = results[0].expert_loads, list[Replacement | None]()
-            balancer = self.balancer
+        loads, balancer, found = results[0].expert_loads, self.balancer, list[Replacement | None]()
+        if balancer is not None and loads is not None:
             placing = timed(lambda: found.append(balancer.after_step(loads)), WORLD)
             if found[0] is not None:
                 self.placed.append((number, found[0], placing))
@@ -129,10 +127,13 @@ def count_rows(counted: list[int]) -> None:
     mock.patch.multiple(dispatch, apply_experts=apply_experts, compute=compute).start()
 
 
+def biases_of(side: Side) -> list[Tensor]:
+    return [buffer for name, buffer in side.model.named_buffers() if name.endswith(BIAS)]
+
+
 def skew_routers(side: Side, skew: float, rounds: int) -> list[Tensor]:
     """Set the routers' biases so that loads follow Zipf's law, by steps that update nothing; the biases."""
-    handle = side.recipe.handle
-    biases = [buffer for name, buffer in side.model.named_buffers() if name.endswith(BIAS)]
+    handle, biases = side.recipe.handle, biases_of(side)
     draw = torch.Generator().manual_seed(5)
     shares = 1 / torch.arange(1, EXPERTS + 1).float() ** skew
     wanted = [(shares / shares.sum())[torch.randperm(EXPERTS, generator=draw)] for _ in biases]
@@ -153,23 +154,20 @@ def from_same_values(plain: Side, side: Side, number: int) -> dict[str, float]:
     """What one step of two sides from the same values and moments differs by: the loss, the gradient's norm over its
     size, and the largest difference of an updated value."""
     ours, theirs = side.recipe, plain.recipe
-    mine, of_plain = ours.optimizer.pieces(), theirs.optimizer.pieces()
-    for one, other in zip(ours.handle.owned(), theirs.handle.owned(), strict=True):
+    pairs: list[tuple[Any, Any]] = list(zip(ours.handle.owned(), theirs.handle.owned(), strict=True))
+    moments = theirs.optimizer.pieces()
+    pairs += [(piece, moments[name]) for name, piece in ours.optimizer.pieces().items()]
+    for one, other in pairs:
         one.local.copy_(ours.handle.cut(theirs.handle.gather(other.local, other.layout), one.layout))
-    for name, piece in mine.items():
-        whole = theirs.handle.gather(of_plain[name].local, of_plain[name].layout)
-        piece.local.copy_(ours.handle.cut(whole, piece.layout))
     expected, got = plain.step(number), side.step(number)
-    updated = [
-        (ours.handle.gather(one.local, one.layout) - theirs.handle.gather(other.local, other.layout))
-        .abs()
-        .max()
-        for one, other in zip(ours.handle.owned(), theirs.handle.owned(), strict=True)
-    ]
+    updated = (
+        [recipe.handle.gather(one.local, one.layout) for one in recipe.handle.owned()]
+        for recipe in (ours, theirs)
+    )
     return {
         "loss": abs(got.loss - expected.loss),
         "gradient_norm": abs(got.grad_norm - expected.grad_norm) / expected.grad_norm,
-        "updated_value": float(max(updated)),
+        "updated_value": largest_difference(*updated),
     }
 
 
@@ -184,9 +182,8 @@ def worker(rank: int, world: int, skew: float, rounds: int, steps: int) -> dict[
     sides = {kind: Side.of(balance, rank) for kind, balance in KINDS.items()}
     biases = skew_routers(sides["none"], skew, rounds)
     for side in sides.values():
-        names = [name for name, _ in side.model.named_buffers() if name.endswith(BIAS)]
-        for name, bias in zip(names, biases, strict=True):
-            side.model.get_buffer(name).copy_(bias)
+        for own, bias in zip(biases_of(side), biases, strict=True):
+            own.copy_(bias)
         side.model.zero_grad(set_to_none=True)
     counted: list[int] = []
     count_rows(counted)
@@ -209,16 +206,9 @@ def worker(rank: int, world: int, skew: float, rounds: int, steps: int) -> dict[
     return found
 
 
-def imbalance(of_ranks: Sequence[Sequence[Sequence[int]]]) -> list[float]:
+def imbalance(rows: Tensor) -> list[float]:
     """[rank, step, layer] rows to each step's heaviest rank over the mean, in the layer where that is the largest."""
-    rows = torch.tensor(of_ranks, dtype=torch.float64)
     return (rows.amax(0) / rows.mean(0)).amax(1).tolist()
-
-
-def summed_imbalance(of_ranks: Sequence[Sequence[Sequence[int]]]) -> float:
-    """As `imbalance`, of the rows of all steps together."""
-    rows = torch.tensor(of_ranks, dtype=torch.float64).sum(1)
-    return float((rows.amax(0) / rows.mean(0)).max())
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -227,21 +217,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def result(found: list[dict[str, Any]], settled: int) -> dict[str, Any]:
     """Of all ranks' measurements, those of the steps from `settled` on."""
-    first = found[0]
+    first, sides = found[0], {}
     plain = first["none"]
-    sides = {}
     for kind, side in first.items():
         differences = [abs(a - b) for a, b in zip(side["losses"], plain["losses"], strict=True)]
-        uneven = imbalance([one[kind]["rows"] for one in found])
+        rows = torch.tensor([one[kind]["rows"] for one in found], dtype=torch.float64)
+        uneven, same = imbalance(rows), side["same"]
         sides[kind] = {
             "heaviest_rank_over_mean": spread(uneven[settled:]),
             "heaviest_rank_over_mean_before": spread(uneven[:EVERY]),
-            "heaviest_rank_over_mean_of_all_steps": summed_imbalance(
-                [one[kind]["rows"][settled:] for one in found]
-            ),
-            "from_same_values": {
-                key: max(one[key] for one in side["same"]) for key in (side["same"] or [{}])[0]
-            },
+            "heaviest_rank_over_mean_of_all_steps": imbalance(rows[:, settled:].sum(1, keepdim=True))[0],
+            "from_same_values": {key: max(one[key] for one in same) for key in (same or [{}])[0]},
             "largest_loss_difference_over_the_run": max(differences),
             "last_loss": side["losses"][-1],
             "bytes_received_per_step_and_rank": statistics.mean(one[kind]["received"] for one in found),
@@ -267,14 +253,11 @@ def main(
     steps: int = 50,
     rounds: Annotated[int, "forward passes that set the routers' biases"] = 120,
 ) -> None:
-    """Measure, print, keep."""
     found = {}
     for exponent in skew:
         ranks = run_ranks(worker, WORLD, exponent, rounds, steps, timeout=1800)
         found[f"zipf {exponent}"] = result(ranks, settled=2 * EVERY)
-        for kind, side in found[f"zipf {exponent}"].items():
-            ratio, same = side["heaviest_rank_over_mean"]["median"], side["from_same_values"]
-            print(f"zipf {exponent} {kind}: heaviest rank {ratio:.3f} × the mean; one step differs by {same}")
+        print(exponent, found[f"zipf {exponent}"], flush=True)
     BENCHMARK.keep(
         {
             "workers": WORLD,

@@ -80,12 +80,8 @@ def outcome(
         draw = torch.Generator().manual_seed(1)
         ids = torch.randint(int(fields["vocab_size"]), (4, 65), generator=draw)
         positions = torch.cat([torch.arange(20), torch.arange(44)]).repeat(4, 1)
-        whole = {
-            "input_ids": ids[:, :-1].contiguous(),
-            "labels": ids[:, 1:].contiguous(),
-            "position_ids": positions,
-        }
-    return run_step(model, config, whole, update_from)
+        shifted = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    return run_step(model, config, {**shifted, "position_ids": positions}, update_from)
 
 
 def check_equivalence(device: torch.device, names: Iterable[str] = tuple(FAMILIES)) -> list[Check]:

@@ -80,10 +80,8 @@ def measure_generation(
     with without_notes():
         seconds = in_turns(runs, rounds, partial(timed_on, backend))
     for name, taken in seconds.items():
-        found[name] = {
-            "s": statistics.median(taken),
-            "tokens_per_s": found["tokens"] / statistics.median(taken),
-        }
+        median = statistics.median(taken)
+        found[name] = {"s": median, "tokens_per_s": found["tokens"] / median}
         if name != "ours":
             found[name]["faster"] = paired_ratio(taken, seconds["ours"])
     return {**found, "rollout_and_trainer_bfloat16": dict(gaps("bfloat16", device, policies))}

@@ -22,7 +22,6 @@ PACKAGES = ("llamafactory", "transformers", "accelerate", "peft", "torch")
 
 
 def measured() -> dict[str, Any]:
-    """Every case of the tests."""
     sys.path.insert(0, str(ROOT / "tests" / "llamafactory"))
     import made
     from runs import CASES, measure
@@ -38,23 +37,19 @@ def measured() -> dict[str, Any]:
 
 
 def lines(result: Mapping[str, Any]) -> Iterable[str]:
-    """The table."""
     yield "With " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ":"
     yield ""
     yield "| workers | | model | largest difference of a loss, 30 steps | resumed at 15 | of a logit afterwards |"
     yield "|---|---|---|---|---|---|"
     for case in result["cases"]:
-        yield (
-            f"| {case['workers']} | {case['name']} | {case['model']} | {case['loss']:.1e} | {case['resumed']:.1e} "
-            f"| {case['logits']:.1e} |"
-        )
+        differences = (f"{case[key]:.1e}" for key in ("loss", "resumed", "logits"))
+        yield f"| {' | '.join(map(str, (case['workers'], case['name'], case['model'], *differences)))} |"
 
 
 BENCHMARK = Benchmark("inside_llamafactory", {"llamafactory.md": lines})
 
 
 def main() -> None:
-    """Measure, keep."""
     BENCHMARK.keep(measured())
 
 

@@ -1,6 +1,6 @@
 """How much communication runs beside computation, without and with the overlap pass: simulated, and on real workers.
 
-    python benchmarks/masking.py [--only WORD] [--layers N] [--again] [--no-workers]
+    python benchmarks/masking.py [--only WORD] [--again] [--no-workers]
 
 Simulated. A case is a model of a published shape, a cluster preset and a strategy. The step of one rank is captured,
 with two micro-batches, layers recomputed in the backward pass and weights gathered again, as training rewrites it. It
@@ -24,14 +24,13 @@ time that no wait was blocked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import masking_workers
 from commandline import Again, Only, run
 from masking_workers import simulated
-from pages import Benchmark, table
+from pages import Benchmark
 from shapes import LLAMA_70B, Fields, llama
 from training import build, recipe_of, shape_of
 
@@ -54,8 +53,6 @@ MICRO = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a cluster."""
-
     model: str
     layers: int
     """Of the published model's depth, how many are captured; head and tail weigh more with fewer."""
@@ -66,17 +63,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What it is called in the table."""
         axes = " · ".join(f"{axis} {degree}" for axis, degree in self.axes.items())
         return f"{self.model}, {self.layers} layers, {self.cluster}, {axes}"
 
     @property
-    def world(self) -> int:
-        """Ranks; experts fold over the others."""
-        world = 1
-        for axis, degree in self.axes.items():
-            world *= 1 if axis == "expert" else degree
-        return world
+    def strategy(self) -> hp.Strategy:
+        return hp.Strategy(
+            axes=self.axes,
+            sequence=self.axes.get("tensor", 1) > 1,
+            precision={"compute": "bfloat16"},
+            memory={"recompute": "layer"},
+        )
 
 
 CASES = (
@@ -102,14 +99,9 @@ MODELS: dict[str, Fields] = {
 
 def captured(case: Case, rows: int, length: int) -> StepGraph:
     """The step of rank 0, as training rewrites it."""
-    strategy = hp.Strategy(
-        axes=case.axes,
-        sequence=case.axes.get("tensor", 1) > 1,
-        precision={"compute": "bfloat16"},
-        memory={"recompute": "layer"},
-    )
+    strategy = case.strategy
     fields = {**MODELS[case.model], "num_hidden_layers": case.layers}
-    with fake_ranks(case.world, 0):
+    with fake_ranks(strategy.axes.world, 0):
         recipe = recipe_of(build(fields, strategy))
         with StepContext(even_load=1.0).installed():
             step = capture_step(recipe, shape_of(rows, length, MICRO))
@@ -117,7 +109,6 @@ def captured(case: Case, rows: int, length: int) -> StepGraph:
 
 
 def figures(timeline: Timeline) -> dict[str, float | None]:
-    """What a timeline says of masking."""
     alone, masked = timeline.alone, timeline.masked
     assert alone is not None
     return {
@@ -134,41 +125,35 @@ def figures(timeline: Timeline) -> dict[str, float | None]:
 
 def measured(case: Case) -> dict[str, Any]:
     """The batch at which the usual schedule masks as much as was looked for, and what the overlap pass makes of it."""
-    cluster = Cluster.named(f"{case.cluster}x{case.world}")
-    device = cluster.device
-    assert device is not None
-    tried = []
-    best: tuple[float, tuple[int, int], StepGraph, Timeline] | None = None
+    cluster = Cluster.named(f"{case.cluster}x{case.strategy.axes.world}")
+    assert cluster.device is not None
+    memory, tried = cluster.device.memory.bytes, []
+    best: tuple[float, StepGraph, Timeline, dict[str, Any]] | None = None
     for rows, length in case.batches:
         step = captured(case, rows, length)
         naive = simulated(FsdpBaseline()(step), cluster, balanced_sizes(step))
         share = naive.masked.blocked or 0.0
-        fits = naive.peak.bytes <= device.memory.bytes
+        fits = naive.peak.bytes <= memory
         tried.append({"rows": rows, "positions": length, "masked_blocked": share, "fits": fits})
-        print(
-            f"  {rows} x {length}: the usual schedule masks {share:.1%}{'' if fits else ', and does not fit'}",
-            flush=True,
-        )
+        print(tried[-1], flush=True)
         away = max(NAIVE[0] - share, share - NAIVE[1], 0.0) + (0.0 if fits else 1.0)
         if best is None or away < best[0]:
-            best = (away, (rows, length), step, naive)
+            best = (away, step, naive, {"rows": rows, "positions": length})
         if not away:
             break
     assert best is not None
-    away, (rows, length), step, naive = best
+    away, step, naive, batch = best
     found = overlap(step, cluster)
-    print(found, flush=True)
     return {
         "case": case.name,
         "simulated": True,
         "cluster_source": cluster.source,
-        "rows": rows,
-        "positions": length,
+        **batch,
         "micro_batches": MICRO,
         "nodes": len(list(step.nodes)),
         "naive_in_range": not away,
-        "fits": found.after.peak.bytes <= device.memory.bytes,
-        "device_bytes": device.memory.bytes,
+        "fits": found.after.peak.bytes <= memory,
+        "device_bytes": memory,
         "naive": figures(naive),
         "overlap": figures(found.after),
         "chosen": str(found.chosen) if found.chosen else None,
@@ -176,38 +161,15 @@ def measured(case: Case) -> dict[str, Any]:
     }
 
 
-def shown(cases: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The table of what was simulated."""
-
-    def cells(case: Mapping[str, Any]) -> Iterator[str]:
-        yield from (case["case"], f"{MICRO} × {case['rows']} × {case['positions']}")
-        for side in (case["naive"], case["overlap"]):
-            yield from (f"{side['masked_blocked']:.1%}", f"{side['masked_end_to_end']:.1%}")
-        yield f"{case['overlap']['allowed']:.1%}"
-        yield f"{case['overlap']['step_s'] / case['naive']['step_s']:.3f} ×"
-
-    columns = "simulated|batch|usual: blocked|end to end|overlap: blocked|end to end|allowed|step"
-    yield from table(columns, (list(cells(case)) for case in cases))
-
-
-def main(
-    only: Only = "",
-    layers: Annotated[int | None, "of every case, in place of its own"] = None,
-    again: Again = False,
-    no_workers: Annotated[bool, "only simulate"] = False,
-) -> None:
-    """Simulate what is missing, run the workers, keep."""
+def main(only: Only = "", again: Again = False, no_workers: Annotated[bool, "only simulate"] = False) -> None:
     kept = BENCHMARK.kept()
     result = {key: kept.get(key, {}) for key in ("simulated", "workers")}
     cases: dict[str, Any] = result["simulated"]
     for case in CASES:
-        if layers:
-            case = replace(case, layers=layers)
         if only in case.name and (again or case.name not in cases):
-            print(case.name, flush=True)
             cases[case.name] = measured(case)
+            print(cases[case.name], flush=True)
             BENCHMARK.keep(result)
-    print("\n".join(shown(cases.values())))
     if not no_workers:
         result["workers"] = masking_workers.measured()
         BENCHMARK.keep(result)

@@ -58,15 +58,11 @@ def measured() -> dict[str, Any]:
             for process in ranks:
                 process.process.kill()
                 process.close()
-    for name, one in result["schedules"].items():
-        masked = f"{one['masked_simulated']:.1%} simulated, {one['masked_measured']:.1%} measured"
-        seconds = f"{one['step_simulated_s']:.3f} s simulated, {one['step_measured_s']:.3f} s measured"
-        print(f"{name}: masked by blocked time {masked}; step {seconds}")
+    print(result)
     return result
 
 
 def rank_of_workers(rank: int, store: str) -> dict[str, Any]:
-    """A worker, whose collectives run one after the other."""
     torch.set_num_threads(1)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # As on an accelerator's queue; gloo's two threads would send two at once.
@@ -89,7 +85,7 @@ def rank_of_workers(rank: int, store: str) -> dict[str, Any]:
         timer.run()
         for name, player in players.items():
             runs[name].append(player.run())
-        if not turn:
+        if turn == 0:
             timer.taken.clear()
     seconds, spread = _timed(timer)
     cluster = replace(_machine(step, seconds), device=planned.device)
@@ -98,9 +94,7 @@ def rank_of_workers(rank: int, store: str) -> dict[str, Any]:
         timelines = _drawn(graph, cluster, timer.taken)
         communicating = statistics.mean(timeline.communicating for timeline in timelines)
         exposed = statistics.median(timeline.exposed for timeline in timelines)
-        taken = statistics.median(seconds for seconds, _ in runs[name][1:])
-        blocked = statistics.median(blocked for _, blocked in runs[name][1:])
-        told = torch.tensor([taken, blocked])
+        told = torch.tensor([statistics.median(figures) for figures in zip(*runs[name][1:], strict=True)])
         dist.all_reduce(told)
         taken, blocked = (told / WORLD).tolist()
         found[name] = {
@@ -171,10 +165,8 @@ def _machine(step: StepGraph, seconds: dict[tuple[str, int], float]) -> Cluster:
     tables = []
     for kind in sorted({kind for kind, _ in seconds}):
         points = {size: taken for (other, size), taken in sorted(seconds.items()) if other == kind}
-        latency, bandwidth, residual = fit(kind, WORLD, points)
-        tables.append(
-            CollectiveTable(kind, "node", WORLD, tuple(points.items()), latency, bandwidth, residual)
-        )
+        fitted = fit(kind, WORLD, points)
+        tables.append(CollectiveTable(kind, "node", WORLD, tuple(points.items()), *fitted))
     sent = sum(seconds[c.kind, c.bytes] for c in costs(step).values() if isinstance(c, Collective))
     cluster = Cluster(
         device=_device(1e12),
@@ -184,9 +176,8 @@ def _machine(step: StepGraph, seconds: dict[tuple[str, int], float]) -> Cluster:
         name="workers",
         ranks=WORLD,
     )
-    computed = sum(
-        job.seconds for job in jobs_of(Priced.of(step), Prices(cluster)).jobs if job.queue == COMPUTE
-    )
+    jobs = jobs_of(Priced.of(step), Prices(cluster)).jobs
+    computed = sum(job.seconds for job in jobs if job.queue == COMPUTE)
     rate = 1e12 * computed / (COMPUTE_TO_COMMUNICATION * sent)
     return replace(cluster, device=_device(rate))
 
@@ -222,10 +213,8 @@ class _Player:
             elif job.waits is not None:
                 self.acts.append(("wait", job.waits))
             elif job.seconds:
-                if self.acts and self.acts[-1][0] == "sleep":
-                    self.acts[-1] = ("sleep", self.acts[-1][1] + job.seconds)
-                else:
-                    self.acts.append(("sleep", job.seconds))
+                slept = self.acts.pop()[1] if self.acts and self.acts[-1][0] == "sleep" else 0.0
+                self.acts.append(("sleep", slept + job.seconds))
 
     def run(self) -> tuple[float, float]:
         """Seconds of the step, and seconds in which collectives held it up.

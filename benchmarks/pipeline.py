@@ -20,9 +20,8 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import allocations
 import torch
@@ -48,8 +47,7 @@ Block = tuple[float, float, float]
 """Seconds of a step of ours and of theirs, each the mean of two, and the cores that other processes kept busy."""
 
 
-@dataclass(frozen=True)
-class Effort:
+class Effort(NamedTuple):
     """How long a schedule is measured."""
 
     blocks: int
@@ -121,9 +119,7 @@ def peaks(ours: System, theirs: System) -> dict[str, float]:
     for name, system in (("ours", ours), ("theirs", theirs)):
         system.step()
         gc.collect()
-        held = [*system.gradients().values()]
-        count = allocations.Allocations(held)
-        del held
+        count = allocations.Allocations([*system.gradients().values()])
         system.step()
         most = torch.tensor(float(count.most))
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -131,9 +127,7 @@ def peaks(ours: System, theirs: System) -> dict[str, float]:
     return found
 
 
-def worker(
-    rank: int, world: int, case: Case, names: Sequence[str], effort: Effort
-) -> dict[str, dict[str, Any]]:
+def worker(rank: int, world: int, case: Case, names: Sequence[str], effort: Effort) -> dict[str, Any]:
     """What is measured on one rank, by the schedule's name."""
     pairs = Pairs(case, rank, world)
     result: dict[str, Any] = {}
@@ -157,7 +151,6 @@ def worker(
 
 
 def ratio_of_medians(blocks: Sequence[Block]) -> float:
-    """The ratio of the median steps, ours / theirs."""
     ours, theirs, _ = zip(*blocks, strict=True)
     return statistics.median(ours) / statistics.median(theirs)
 
@@ -170,7 +163,7 @@ def measured(
     result: dict[str, Any] = workers(worker, world, case, names, effort)[0]
     memory: dict[str, Any] = {}
     if library is not None:
-        counting = replace(effort, blocks=0)
+        counting = effort._replace(blocks=0)
         memory = workers(worker, world, case, names, counting, LD_PRELOAD=str(library))[0]
     for name, found in result.items():
         blocks: list[Block] = found.pop("blocks")
@@ -187,22 +180,7 @@ def measured(
     return result
 
 
-def described(found: Mapping[str, Any]) -> str:
-    """One schedule's result in a line."""
-    paired = found["paired"]
-    memory = ""
-    if "peak_bytes" in found:
-        memory = f"memory {found['peak_bytes']['ours'] / found['peak_bytes']['theirs']:.2f}, "
-    return (
-        f"ours {paired['ours_s'] * 1e3:.1f} ms, theirs {paired['theirs_s'] * 1e3:.1f} ms, ratio {found['ratio']:.3f} "
-        f"(95%: {found['low']:.3f} to {found['high']:.3f}), paired {paired['ratio']:.3f} ({paired['low']:.3f} to "
-        f"{paired['high']:.3f}), {memory}gradients differ by {found['difference']['gradient']:.0e}, same order "
-        f"{found['same_order']}, other processes {found['other_cores_busy']:.2f} cores"
-    )
-
-
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/pipeline-benchmark.md."""
 
     def in_order(kept: Mapping[str, Any]) -> tuple[int, ...]:
         case = kept["case"]
@@ -248,7 +226,7 @@ def main(
             effort = Effort(blocks or BLOCKS[shape.hidden], seconds, patience)
             found = measured(shape, schedule, workers, effort, library)
             for name, one in found.items():
-                print(f"{title}, {name}: {described(one)}", flush=True)
+                print(title, name, one, flush=True)
             cases = BENCHMARK.kept().get("cases", {})
             cases[title] = {
                 "case": vars(shape),

@@ -25,13 +25,12 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from campaigns import Log
 from commandline import run
-from disturbed_runs import Command, judged, records, write_texts
+from disturbed_runs import Command, Row, campaign, judged, records
 from pages import Benchmark
 from processes import scratch
 
@@ -64,31 +63,30 @@ STRATEGIES = {
 }
 ALONE = "one device"
 WORLDS = dict(zip(STRATEGIES, (2, 4, 2, 4), strict=True))
+Losses = dict[int, float]
+"""By step."""
 
 
 def stages_of(strategy: str, rank: int) -> set[int]:
-    """The stages of a worker."""
     if "zb-v" in strategy:
         return {rank, 3 - rank}
     return {rank // 2 if "tensor" in strategy else rank}
 
 
-def losses(folder: Path, out: str) -> dict[int, float]:
-    """By step."""
+def losses(folder: Path, out: str) -> Losses:
     return {step: row["loss"] for step, row in records(folder, out).items()}
 
 
-def disturb(command: Command, out: str, case: dict[str, Any], moment: float) -> dict[str, Any]:
+def disturb(command: Command, out: str, case: Row, moment: float) -> Row:
     """Start a run, send the signal `moment` seconds after its first step, and tell how it ended; empty where the run
     was over by then."""
-    folder, world = command.folder, WORLDS[case["strategy"]]
-    shutil.rmtree(folder / out, ignore_errors=True)
+    shutil.rmtree(command.folder / out, ignore_errors=True)
     command.start(out, STRATEGIES[case["strategy"]])
-    assert command.until_first_step(out) is None, (folder / f"{out}.err").read_text()
+    assert command.until_first_step(out) is None, command.said(out)
     if command.ended(moment) is not None:
         return {}
     workers = command.workers()
-    if len(workers) < world:
+    if len(workers) < WORLDS[case["strategy"]]:
         command.ended(60)
         return {}
     with contextlib.suppress(ProcessLookupError):
@@ -96,16 +94,10 @@ def disturb(command: Command, out: str, case: dict[str, Any], moment: float) -> 
     sent, told, code = time.monotonic(), 0.0, None
     while code is None and time.monotonic() - sent < TIMEOUT_S + 120:
         code = command.ended(0.05)
-        if not told and PREFIX in (folder / f"{out}.err").read_text():
+        if not told and PREFIX in command.said(out):
             told = time.monotonic() - sent
-    took = time.monotonic() - sent
-    return {
-        "told_s": round(told, 2),
-        "ended_s": round(took, 2),
-        "code": code,
-        "said": (folder / f"{out}.err").read_text(),
-        "left": len(command.workers()),
-    }
+    row = {"told_s": round(told, 2), "ended_s": round(time.monotonic() - sent, 2), "code": code}
+    return {**row, "said": command.said(out), "left": len(command.workers())}
 
 
 def own_part(said: str) -> str:
@@ -113,7 +105,7 @@ def own_part(said: str) -> str:
     return said.partition("; worker ")[0]
 
 
-def judge(case: dict[str, Any], row: dict[str, Any]) -> None:
+def judge(case: Row, row: Row) -> None:
     """Add what the end of a disturbed run has to be like."""
     lines = [line for line in row["said"].splitlines() if not line.startswith(f"{PREFIX[:-7]}lost: ")]
     limit = KILLED_S + (TIMEOUT_S if case["signal"] == "SIGSTOP" else 0)
@@ -127,13 +119,13 @@ def judge(case: dict[str, Any], row: dict[str, Any]) -> None:
     row["others"] = len(re.findall(rf"; worker \d is {at}", lines[0])) if lines else 0
 
 
-def goes_on(command: Command, out: str, case: dict[str, Any], whole: dict[str, dict[int, float]]) -> bool:
+def goes_on(command: Command, out: str, case: Row, wanted: Losses) -> bool:
     """Whether the run ends, with what the case says, with the losses of one that nothing disturbed."""
     override = STRATEGIES.get(case["then"], "launch.workers=1")
     before = [] if case["then"] in STRATEGIES else [STRATEGIES[case["strategy"]]]
-    if command.finish(out, *before, override) != 0:
+    if not command.finish(out, *before, override):
         return False
-    found, wanted = losses(command.folder, out), whole[case["strategy"]]
+    found = losses(command.folder, out)
     if case["then"] == case["strategy"]:
         return found == wanted
     return found.keys() == wanted.keys() and all(
@@ -141,35 +133,29 @@ def goes_on(command: Command, out: str, case: dict[str, Any], whole: dict[str, d
     )
 
 
-def drawn(count: int, seed: int) -> list[dict[str, Any]]:
+def drawn(count: int, seed: int) -> list[Row]:
     """All of them, strategies and signals in turns."""
-    draw = random.Random(seed)
-    names = list(STRATEGIES)
+    draw, names = random.Random(seed), list(STRATEGIES)
     made = []
     for number in range(count):
-        strategy = names[number % len(names)]
-        others = [name for name in names if name != strategy]
-        then = (strategy, ALONE, draw.choice(others))[number // len(names) % 3]
-        made.append(
-            {
-                "case": number,
-                "strategy": strategy,
-                "signal": ("SIGKILL", "SIGSTOP")[number // len(names) % 2],
-                "rank": draw.randrange(WORLDS[strategy]),
-                "then": then,
-                "seed": draw.randrange(1 << 30),
-            }
-        )
+        turn, at = divmod(number, len(names))
+        strategy = names[at]
+        then = (strategy, ALONE, draw.choice([name for name in names if name != strategy]))[turn % 3]
+        case = {
+            "case": number,
+            "strategy": strategy,
+            "signal": ("SIGKILL", "SIGSTOP")[turn % 2],
+            "then": then,
+        }
+        made.append({**case, "rank": draw.randrange(WORLDS[strategy]), "seed": draw.randrange(1 << 30)})
     return made
 
 
-def run_case(
-    command: Command, case: dict[str, Any], whole: dict[str, dict[int, float]], span: dict[str, float]
-) -> dict[str, Any]:
+def run_case(command: Command, case: Row, whole: Losses, span: float) -> Row:
     """A case until its moment was in a schedule."""
     draw, outside, slowest, out = random.Random(case["seed"]), 0, 0.0, f"case-{case['case']}"
     while True:
-        row = disturb(command, out, case, draw.random() * 0.8 * span[case["strategy"]])
+        row = disturb(command, out, case, draw.random() * 0.8 * span)
         if row:
             judge(case, row)
             if ", stage " in own_part(row["said"]) or not row["in_time"]:
@@ -182,27 +168,23 @@ def run_case(
     row["ok"] = row["in_time"] and row["named"] and row["resumed"]
     if row["ok"]:
         shutil.rmtree(command.folder / out)
-    return {**case, **row}
+    return row
 
 
-def reported(rows: Sequence[dict[str, Any]], seed: int) -> bool:
-    """Write the figures; whether something was wrong, or nothing done."""
+def resumed_on(row: Row) -> str:
+    if row["then"] == row["strategy"]:
+        return "same"
+    return ALONE if row["then"] == ALONE else "other stages"
 
-    def resumed_on(row: dict[str, Any]) -> str:
-        if row["then"] == row["strategy"]:
-            return "same"
-        return ALONE if row["then"] == ALONE else "other stages"
 
-    by_kind = sorted(rows, key=lambda row: (row["strategy"], row["signal"]))
-    table = judged(by_kind, lambda row: f"{row['signal']}, {row['strategy']}")
-    wrong = [row for row in rows if not row["ok"]]
-    print(f"{len(rows)} cases, {len(wrong)} wrong")
+def reported(rows: list[Row], seed: int) -> bool:
+    """Write the figures; whether something was wrong."""
+    by_kind = sorted(rows, key=lambda row: (row["strategy"], row["signal"], row["case"]))
+    table, wrong = judged(by_kind, lambda row: f"{row['signal']}, {row['strategy']}")
+    settings = {"seed": seed, "steps": STEPS, "timeout_s": TIMEOUT_S, "tolerance": TOLERANCE}
     BENCHMARK.keep(
         {
-            "seed": seed,
-            "steps": STEPS,
-            "timeout_s": TIMEOUT_S,
-            "tolerance": TOLERANCE,
+            **settings,
             "cases": len(rows),
             "right": len(rows) - len(wrong),
             "stopped_in": Counter(row["at"][3].partition("(")[0] if row["at"] else "none" for row in rows),
@@ -212,11 +194,11 @@ def reported(rows: Sequence[dict[str, Any]], seed: int) -> bool:
             "moments_between_schedules": sum(row["between_schedules"] for row in rows),
             "slowest_end_between_schedules_s": max(row["slowest_end_between_schedules_s"] for row in rows),
             "table": table,
-            "an_example": rows[0]["said"].splitlines()[0] if rows else "",
+            "an_example": rows[0]["said"].splitlines()[0],
             "wrong": wrong,
         }
     )
-    return bool(wrong) or not rows
+    return bool(wrong)
 
 
 def main(
@@ -224,32 +206,24 @@ def main(
     seed: int = 0,
     folder: Annotated[Path | None, "where results are kept from start to start"] = None,
 ) -> bool:
-    """Run the cases that are left; whether one was wrong."""
     with contextlib.ExitStack() as stack:
         folder = folder or stack.enter_context(scratch())
         folder.mkdir(parents=True, exist_ok=True)
         log = Log(folder / "cases.jsonl")
-        done = {row["case"] for row in log.rows}
-        write_texts(folder, text=3000, eval=300)
-        command = stack.enter_context(contextlib.closing(Command(folder, RUN)))
-        whole: dict[str, dict[int, float]] = {}
+        command = stack.enter_context(contextlib.closing(Command(folder, RUN, text=3000, eval=300)))
+        whole: dict[str, Losses] = {}
         span: dict[str, float] = {}
         for number, (strategy, override) in enumerate(STRATEGIES.items()):
             out = f"whole-{number}"
             if max(records(folder, out), default=0) < STEPS:
-                assert command.finish(out, override) == 0, (folder / f"{out}.err").read_text()
+                assert command.finish(out, override), command.said(out)
             whole[strategy] = losses(folder, out)
             span[strategy] = sum(row["seconds"] for row in records(folder, out).values())
-        for case in drawn(cases, seed):
-            if case["case"] in done:
-                continue
-            row = run_case(command, case, whole, span)
-            log.add(row)
-            wrong = "" if row["ok"] else "  WRONG"
-            print(
-                f"{row['case']:>3} {row['signal']} {row['strategy']}: {row['at']}, then {row['then']}{wrong}",
-                flush=True,
-            )
+        campaign(
+            log,
+            drawn(cases, seed),
+            lambda case: run_case(command, case, whole[case["strategy"]], span[case["strategy"]]),
+        )
         return reported(sorted(log.rows, key=lambda row: int(row["case"])), seed)
 
 

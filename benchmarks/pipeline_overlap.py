@@ -5,25 +5,25 @@
 
 Measured: pipeline 2 × tensor 2 over gloo, with the links of the tensor axis emulated: a collective is over when
 `latency + bytes / bandwidth` have passed on its group's queue, in which one follows another; a worker that waits sleeps
-until then. Each case takes a run with and without `overlap_forward_backward` in the same processes, in blocks of four
-steps (with · without · without · with, or the reverse); a step's time is that of the slowest worker. The gradients of
-both runs are compared first: they have the same bits. Four workers share what cores there are, so links are as slow
-as they have to be for waiting, and not computing, to take most of a step.
+until then. Each case takes steps with and without `overlap_forward_backward` in turns in the same processes; a step's
+time is that of the slowest worker. The gradients of both runs are compared first: they have the same bits. Four workers
+share what cores there are, so links are as slow as they have to be for waiting, and not computing, to take most of a
+step.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Annotated, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from commandline import run
-from measure import load, paired_ratio, ratio_text, timed
+from measure import in_turns, load, paired_ratio, timed
 from pages import Benchmark
 from processes import workers
 from shapes import Fields, llama, run_file
@@ -58,7 +58,6 @@ class Case:
     length: int
 
     def run(self, schedule: str, *, overlap: bool) -> RunConfig:
-        """The run file."""
         pipeline = {"schedule": schedule, "overlap_forward_backward": overlap}
         strategy = {"check": False, **self.strategy, "pipeline": pipeline}
         train = {"batch": self.batch, "micro_batch": 1}
@@ -132,49 +131,39 @@ class Run:
         self._owned = sharded(model).owned()
 
     def step(self) -> None:
-        """Forward and backward passes of all micro-batches."""
         self.built.train(self._batch, self._tokens)
 
     def gradients(self) -> list[Tensor]:
-        """Of the last step, those of this worker."""
         return [one.grad for one in self._owned if one.grad is not None]
 
 
-def worker(rank: int, world: int, schedule: str, links: Links, blocks: int) -> dict[str, Any]:
-    """The times of steps with and without pairs on one rank, block by block."""
+def worker(rank: int, world: int, schedule: str, links: Links, rounds: int) -> dict[str, Any]:
+    """Steps with and without pairs on one rank."""
     mock.patch.object(execute, "kernel", links.kernel).start()
     runs = {name: Run(MEASURED.run(schedule, overlap=name == "with")) for name in ("with", "without")}
-    for pipeline in runs.values():
-        pipeline.step()
+    for one in runs.values():
+        one.step()
     gradients = zip(runs["with"].gradients(), runs["without"].gradients(), strict=True)
     equal = torch.tensor(float(all(torch.equal(one, other) for one, other in gradients)))
     dist.all_reduce(equal, dist.ReduceOp.MIN)
-    times: dict[str, list[float]] = {"with": [], "without": []}
-    waited = dict.fromkeys(times, 0.0)
-    draw = random.Random(0)
-    for _ in range(blocks):
-        order = ["with", "without", "without", "with"]
-        found: dict[str, list[float]] = {"with": [], "without": []}
-        if draw.random() < 0.5:
-            order = ["without", "with", "with", "without"]
-        for name in order:
-            before = links.waited
-            found[name].append(timed(runs[name].step, world))
-            waited[name] += links.waited - before
-        for name, two in found.items():
-            times[name].append(sum(two) / 2)
+
+    def measure(step: Callable[[], object]) -> tuple[float, float]:
+        before = links.waited
+        return timed(step, world), links.waited - before
+
+    found = in_turns({name: one.step for name, one in runs.items()}, rounds, measure)
+    (times, slept), (times_without, slept_without) = (zip(*found[name], strict=True) for name in runs)
     return {
         "same_bits": bool(equal),
         "pairs": sum(map(len, runs["with"].built.plan.schedule.pairs)),
         "latency_s": links.latency,
         "bandwidth_bytes_s": links.bandwidth,
-        "with_over_without": paired_ratio(times["with"], times["without"]),
-        "slept_s_of_rank_0": {name: seconds / (2 * blocks) for name, seconds in waited.items()},
+        "with_over_without": paired_ratio(times, times_without),
+        "slept_s_of_rank_0": {"with": fmean(slept), "without": fmean(slept_without)},
     }
 
 
 def simulated(case: Case, schedule: str) -> dict[str, Any]:
-    """Predicted steps on H100s."""
     found: dict[str, Any] = {}
     for overlap in (False, True):
         run = case.run(schedule, overlap=overlap)
@@ -195,7 +184,7 @@ def main(
     schedule: Annotated[tuple[str, ...], SCHEDULES] = SCHEDULES,
     latency: Annotated[float, "seconds of each collective"] = 2e-3,
     bandwidth: Annotated[float, "bytes per second"] = 10e6,
-    blocks: int = 12,
+    rounds: int = 24,
 ) -> None:
     """Measure or simulate; the other part of the result stays."""
     kept = BENCHMARK.kept()
@@ -203,20 +192,12 @@ def main(
     for name in schedule:
         if simulate:
             for title, case in SIMULATED.items():
-                found = simulated(case, name)
-                print(
-                    f"{title}, {name}: simulated step {found['ratio']:.3f} of that without pairs", flush=True
-                )
-                result["simulated"].setdefault(title, {})[name] = found
+                found = result["simulated"].setdefault(title, {})[name] = simulated(case, name)
+                print(title, name, found, flush=True)
         else:
-            found = workers(worker, WORLD, name, Links(latency, bandwidth), blocks)[0] | {"load": load()}
-            ratio = found["with_over_without"]
-            print(
-                f"{name}: {ratio['ours_s'] * 1e3:.0f} ms with pairs, {ratio['theirs_s'] * 1e3:.0f} ms without, "
-                f"ratio {ratio_text(ratio, 3)}, same bits: {found['same_bits']}",
-                flush=True,
-            )
+            found = workers(worker, WORLD, name, Links(latency, bandwidth), rounds)[0] | {"load": load()}
             result["emulated_links"][name] = found
+            print(name, found, flush=True)
     BENCHMARK.keep({name: part for name, part in result.items() if part})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from shapes import NO_ENDS, Fields, llama
@@ -19,11 +19,10 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from training import build, recipe_of
+from training import build, micro_batch, recipe_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyper_parallel.config.train import LossConfig
-from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.layout import Mesh
@@ -34,13 +33,13 @@ from hyper_parallel.runtime.transfers import ProcessTransfers
 from hyper_parallel.schedule import named_schedule
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.shard.loss import cross_entropy_sum
+from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
+from hyper_parallel.step.micro_batch import MICRO_FIELDS
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its step."""
-
     hidden: int
     layers: int
     sequence: int
@@ -51,14 +50,8 @@ class Case:
 
     @property
     def fields(self) -> Fields:
-        """The model."""
         options = {"vocabulary": self.vocabulary, "positions": self.sequence, "tie_word_embeddings": False}
         return llama(self.hidden, self.layers, max(2, self.hidden // 64), **options, **NO_ENDS)
-
-    def model(self) -> LlamaForCausalLM:
-        """The model with new weights, the same in every process."""
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**self.fields))
 
 
 PEERS: dict[str, Any] = {
@@ -70,19 +63,6 @@ PEERS: dict[str, Any] = {
     "dualpipev": ScheduleDualPipeV,
 }
 """Schedules of torch.distributed.pipelining by the names of ours."""
-
-
-class System(Protocol):
-    """One of the two runtimes, with its stages of this rank."""
-
-    def step(self) -> None:
-        """All micro-batches forward and back; the gradients of the step before are dropped first."""
-
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Of the last step, by the names of the parameters."""
-
-    def loss(self) -> float | None:
-        """Of the last step; None where another rank computes it."""
 
 
 class Stage(nn.Module):
@@ -108,33 +88,13 @@ class Stage(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
-class Data:
-    """A step's batch, whole."""
-
-    ids: Tensor
-    labels: Tensor
-
-    @classmethod
-    def of(cls, case: Case) -> Data:
-        rows = case.rows * case.micro_batches
-        drawn = torch.randint(
-            case.vocabulary, (rows, case.sequence + 1), generator=torch.Generator().manual_seed(0)
-        )
-        return cls(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
-
-    @property
-    def tokens(self) -> int:
-        return self.labels.numel()
-
-
 class Theirs:
-    """torch.distributed.pipelining."""
+    """torch.distributed.pipelining, with its stages of this rank."""
 
     def __init__(
-        self, case: Case, peer: Any, model: LlamaForCausalLM, schedule: Schedule, rank: int, data: Data
+        self, peer: Any, model: LlamaForCausalLM, schedule: Schedule, rank: int, data: MicroBatch
     ) -> None:
-        """`schedule`: ours of the same name, for the ranks that its stages lie on."""
+        """`schedule`: ours of the same name, for the ranks that its stages lie on; `data`: the step's, whole."""
         count = schedule.stages
         layers = list(model.model.layers)
         mine = [at for at, home in enumerate(schedule.placement) if home == rank]
@@ -145,10 +105,11 @@ class Theirs:
         ]
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy_sum(logits.flatten(0, -2), labels.flatten()) / data.tokens
+            return cross_entropy_sum(logits.flatten(0, -2), labels.flatten()) / data.labels.numel()
 
         several = peer not in (ScheduleGPipe, Schedule1F1B)
-        self._schedule = peer(stages if several else stages[0], case.micro_batches, loss, scale_grads=False)
+        given = stages if several else stages[0]
+        self._schedule = peer(given, schedule.micro_batches, loss, scale_grads=False)
         self._named = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -158,22 +119,22 @@ class Theirs:
         self._losses: list[Tensor] = []
 
     def step(self) -> None:
-        """As `System.step`."""
+        """All micro-batches forward and back; the gradients of the step before are dropped first."""
         for parameter in self._named.values():
             parameter.grad = None
         self._losses = []
-        given = (self._data.ids,) if self._first else ()
+        given = (self._data.input_ids,) if self._first else ()
         if self._last:
             self._schedule.step(*given, target=self._data.labels, losses=self._losses, return_outputs=False)
         else:
             self._schedule.step(*given, return_outputs=False)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """As `System.gradients`."""
+        """Of the last step, by the names of the parameters."""
         return {name: one.grad for name, one in self._named.items() if one.grad is not None}
 
     def loss(self) -> float | None:
-        """As `System.loss`."""
+        """Of the last step; None where another rank computes it."""
         return float(sum(one.detach() for one in self._losses)) if self._last else None
 
     def order(self) -> list[str]:
@@ -203,54 +164,37 @@ class Theirs:
 
 
 class Ours:
-    """hyper_parallel.runtime."""
+    """hyper_parallel.runtime, likewise."""
 
     def __init__(
-        self, cut: Partition, schedule: Schedule, state: Mapping[str, Tensor], rank: int, data: Data
+        self, cut: Partition, schedule: Schedule, state: Mapping[str, Tensor], rank: int, data: MicroBatch
     ) -> None:
         groups = [DeviceGroup(Mesh(("shard", 1)), (at,), f"stage {at}") for at in range(schedule.ranks)]
         program = pipeline_program(cut, schedule, groups)
         self._run = Interpreter(program, cut, state, rank, ProcessTransfers(rank, deadline=120.0))
         self._run.compare()
-        positions = torch.arange(data.ids.size(1)).repeat(data.ids.size(0) // schedule.micro_batches, 1)
-        rows = torch.arange(data.ids.size(0))
-        tokens = torch.tensor(float(data.tokens))
+        step, tokens = torch.tensor(0), torch.tensor(float(data.labels.numel()))
+        parts = {f"micro.{name}": getattr(data, name).chunk(schedule.micro_batches) for name in MICRO_FIELDS}
         self._batches = [
-            {
-                "micro.input_ids": ids,
-                "micro.labels": labels,
-                "micro.position_ids": positions,
-                "micro.rows": of,
-                "step": torch.tensor(0),
-                "tokens": tokens,
-            }
-            for ids, labels, of in zip(
-                *(one.chunk(schedule.micro_batches) for one in (data.ids, data.labels, rows)), strict=True
-            )
+            {"step": step, "tokens": tokens, **{name: chunks[at] for name, chunks in parts.items()}}
+            for at in range(schedule.micro_batches)
         ]
         self._values: Any = None
 
     def step(self) -> None:
-        """As `System.step`."""
         self._values = None
         self._values = self._run.run(self._batches)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """As `System.gradients`."""
         found: Mapping[str, Tensor] = self._values.gradients
         return found
 
     def loss(self) -> float | None:
-        """As `System.loss`."""
         total = self._values.totals.get("loss")
         return None if total is None else float(total)
 
 
-def captured(case: Case) -> StepGraph:
-    """One micro-batch of the case's model, without weights."""
-    # Their stage returns its logits whole, so ours computes them whole.
-    recipe = recipe_of(build(case.fields, alone=True), loss=LossConfig(chunk="none"), clip=None)
-    return capture_micro_batch(recipe, case.rows, case.sequence, case.micro_batches)
+System = Ours | Theirs
 
 
 class Pairs:
@@ -259,13 +203,16 @@ class Pairs:
     def __init__(self, case: Case, rank: int, world: int) -> None:
         self._case, self._rank, self._world = case, rank, world
         begun = time.perf_counter()
-        self._step = captured(case)
+        # Their stage returns its logits whole, so ours computes them whole.
+        recipe = recipe_of(build(case.fields, alone=True), loss=LossConfig(chunk="none"), clip=None)
+        self._step = capture_micro_batch(recipe, case.rows, case.sequence, case.micro_batches)
         self.captured_s = time.perf_counter() - begun
-        self._model, self._data = case.model(), Data.of(case)
+        torch.manual_seed(0)
+        self._model = LlamaForCausalLM(LlamaConfig(**case.fields))
+        self._data = micro_batch(case.rows * case.micro_batches, case.sequence, case.vocabulary)
         self._cuts: dict[int, Partition] = {}
 
     def of(self, name: str) -> tuple[Ours, Theirs, Schedule]:
-        """Our system, theirs, and our schedule."""
         case, model = self._case, self._model
         state = {f"parameter.{name}": one.detach() for name, one in model.named_parameters()}
         state |= {f"buffer.{name}": one for name, one in model.named_buffers()}
@@ -275,4 +222,4 @@ class Pairs:
             homes = {f"model.layers.{at}": at * stages // case.layers for at in range(case.layers)}
             self._cuts[stages] = partition(self._step, by_modules(homes), stages)
         ours = Ours(self._cuts[stages], schedule, state, self._rank, self._data)
-        return ours, Theirs(case, PEERS[name], model, schedule, self._rank, self._data), schedule
+        return ours, Theirs(PEERS[name], model, schedule, self._rank, self._data), schedule

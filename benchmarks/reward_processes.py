@@ -4,7 +4,7 @@
 that raises, and one that imports json and prints. Blocks of `--runs` programs of each kind alternate. Milliseconds of
 wall clock: least and median of all programs, with an interval of 95% for the median; of processor time (user and
 system, of this process and all that it starts, without the start of the server): median over blocks, least and largest.
-The load of the machine stands beside. Writes ``benchmarks/results/reward_processes.json``.
+The load of the machine stands beside.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from commandline import run
-from measure import load
+from measure import in_turns, interval, load, taken_seconds
 from pages import Benchmark
 
 from hyper_parallel.rl.rewards import sandbox
@@ -25,46 +26,37 @@ from hyper_parallel.rl.rewards.pool import RewardPool
 from hyper_parallel.rl.rewards.sandbox_fork_server import fork_server, interpreter
 
 BENCHMARK = Benchmark("reward_processes")
+SERVER = "server starts"
 JSON = "import json\nprint(json.dumps([1]))"
+
+
+def block(runs: int, call: Callable[[], Any]) -> tuple[float, list[float]]:
+    """Milliseconds of processor time of a server and its forks, and of the clock of each run."""
+    used = _processor()
+    fork_server()
+    walls = [taken_seconds(call) * 1e3 for _ in range(runs)]
+    fork_server().close()  # whose processor time, and that of its forks, is known when it has ended
+    return _processor() - used, walls
 
 
 def timed(runs: int, blocks: int, kinds: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
     """Wall and processor time of each kind, and what a server's start takes."""
-    walls: dict[str, list[float]] = {name: [] for name in kinds}
-    processor: dict[str, list[float]] = {name: [] for name in ("server starts", *kinds)}
-    for _ in range(blocks):
-        # Processor time of a server and its forks is known when the server has ended.
-        fork_server().close()
-        used = _processor()
-        fork_server().close()
-        server = _processor() - used
-        processor["server starts"].append(server)
-        for name, call in kinds.items():
-            used = _processor()
-            fork_server()
-            for _ in range(runs):
-                start = time.perf_counter()
-                call()
-                walls[name].append((time.perf_counter() - start) * 1e3)
-            fork_server().close()
-            processor[name].append((_processor() - used - server) / runs)
-    return {
-        name: {"processor": [round(one, 1) for one in (statistics.median(times), min(times), max(times))]}
-        | ({"wall": _walls(walls[name])} if name in walls else {})
-        for name, times in processor.items()
-    }
+    fork_server().close()
+    turns = {name: partial(block, runs, call) for name, call in kinds.items()}
+    found = in_turns({SERVER: partial(block, 0, list), **turns}, blocks, lambda turn: turn())
+    starts = [used for used, _ in found[SERVER]]
+    table: dict[str, dict[str, Any]] = {SERVER: {"processor": _spread(starts)}}
+    for name in kinds:
+        used = [(one - start) / runs for (one, _), start in zip(found[name], starts, strict=True)]
+        walls = [wall for _, several in found[name] for wall in several]
+        wall: dict[str, Any] = {"least": round(min(walls), 1), "median": round(statistics.median(walls), 1)}
+        wall["interval"] = [round(one, 1) for one in interval(statistics.median, walls).values()]
+        table[name] = {"processor": _spread(used), "wall": wall}
+    return table
 
 
-def _walls(times: list[float]) -> dict[str, Any]:
-    """Least, median, and the order statistics that hold the median with a probability of 95%."""
-    ordered, count = sorted(times), len(times)
-    half = round(0.98 * count**0.5)
-    low, high = max(0, count // 2 - half), min(count - 1, count // 2 + half)
-    return {
-        "least": round(ordered[0], 1),
-        "median": round(statistics.median(ordered), 1),
-        "interval": [round(ordered[low], 1), round(ordered[high], 1)],
-    }
+def _spread(times: list[float]) -> list[float]:
+    return [round(one, 1) for one in (statistics.median(times), min(times), max(times))]
 
 
 def _processor() -> float:
@@ -73,7 +65,6 @@ def _processor() -> float:
 
 
 def main(runs: int = 20, blocks: int = 7) -> None:
-    """Measure and write."""
     bare = [interpreter(), "-I", "-S", "-c", "pass"]
     found: dict[str, Any] = {"missing": list(sandbox.run("pass").missing), "load before": load()}
     kinds: dict[str, Callable[[], Any]] = {

@@ -7,13 +7,12 @@ that was predicted is run as `roles: auto` would run it.
     timers   four devices whose work is to wait, by a law that is set here, so that other work on the machine disturbs
              little: passes of 20 ms + 0.5 ms for each running answer, updates of 0.1 s + 0.8 s / devices
 
-Writes benchmarks/results/rl_auto.json: predicted and measured seconds per step of each layout, how far they differ, and
-whether the quickest one was chosen.
+Written are predicted and measured seconds per step of each layout, how far they differ, and whether the quickest one
+was chosen.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -114,7 +113,7 @@ def round_of(part: str, staleness: int, seed: int, steps: int) -> dict[str, Any]
             off = one.seconds / seconds - 1
             layouts[one.layout.words] = {"predicted_s": one.seconds, "measured_s": seconds, "off": off}
     found = {"chosen": choice.layout.words, "layouts": layouts}
-    print(part, staleness, json.dumps(found), flush=True)
+    print(part, staleness, found, flush=True)
     return found
 
 
@@ -141,7 +140,7 @@ def main(
     only: Annotated[str, ("", *PARTS)] = "",
     load: Annotated[bool, "other work runs on this machine: to be run again"] = False,
 ) -> None:
-    """The rounds, and the figures, which are written after each."""
+    """The rounds; the figures are written after each."""
     result: dict[str, Any] = {"steps": steps, "other_work_on_the_machine": load}
     for part in [only] if only else PARTS:
         for bound in staleness:

@@ -10,7 +10,7 @@ warm-up and evaluation, synchronous:
 
 interleaved, round after round. In each: seconds of a step after the first one; bytes of models, optimizer and KV cache
 in each turn and bytes that moved in a step, as the run's metrics have them; and the resident memory of all workers
-together, sampled from /proc every 20 ms. Writes benchmarks/results/rl_colocated.json.
+together, sampled from /proc every 20 ms.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from commandline import run
 from pages import Benchmark
@@ -62,13 +62,17 @@ def measured(overrides: list[str]) -> dict[str, float]:
 
     with sampled(engines) as resident:
         _, steps = ran(overrides, FIRST, engine=engine)
-    names = [
-        name
-        for name in steps[-1]
-        if name in ("step_s", "offload_s", "train_s") or name.endswith("_bytes") or "resident" in name
-    ]
-    found = {name: statistics.median(one[name] for one in steps) for name in names}
-    return {**found, "rss_peak_bytes": max(resident), "rss_median_bytes": statistics.median(resident)}
+    seconds = ("step_s", "offload_s", "train_s")
+    names = [name for name in steps[-1] if name in seconds or name.endswith("_bytes") or "resident" in name]
+    return {
+        **medians(steps, names),
+        "rss_peak_bytes": max(resident),
+        "rss_median_bytes": statistics.median(resident),
+    }
+
+
+def medians(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in names}
 
 
 @contextlib.contextmanager
@@ -106,26 +110,19 @@ def main(
     threads: Annotated[int, "of the one worker of colocated roles"] = 2,
     models: Annotated[tuple[str, ...], tuple(MODELS)] = tuple(MODELS),
 ) -> None:
-    """The rounds, and the table."""
-    found: dict[str, dict[str, list[dict[str, float]]]] = {
-        model: {case: [] for case in CASES} for model in models
-    }
+    found: dict[str, dict[str, Any]] = {model: {case: [] for case in CASES} for model in models}
     for number in range(rounds):
         for model in models:
             for case, overrides in CASES.items():
                 own = [one.replace("{threads}", str(threads)) for one in overrides]
                 given = [*COMMON, *MODELS[model], *own, f"rl.steps={steps}", f"seed={number}"]
-                got = measured(given)
-                found[model][case].append(got)
-                print(number, model, case, {name: round(value, 3) for name, value in got.items()}, flush=True)
-    medians = {
-        model: {
-            case: {name: statistics.median(one[name] for one in runs) for name in runs[0]}
-            for case, runs in cases.items()
-        }
+                found[model][case].append(measured(given))
+                print(number, model, case, found[model][case][-1], flush=True)
+    median = {
+        model: {case: medians(runs, runs[0]) for case, runs in cases.items()}
         for model, cases in found.items()
     }
-    BENCHMARK.keep({"steps": steps, "rounds": rounds, "threads": threads, "median": medians, "all": found})
+    BENCHMARK.keep({"steps": steps, "rounds": rounds, "threads": threads, "median": median, "all": found})
 
 
 if __name__ == "__main__":

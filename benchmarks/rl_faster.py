@@ -8,7 +8,7 @@ ones, of
     apart, η = 0   an actor and a rollout of one thread each, synchronous
     apart, η = 2   the same, asynchronous
 
-interleaved, round after round. Writes benchmarks/results/rl_faster.json: medians, and paired ratios with intervals.
+interleaved, round after round: medians, and paired ratios with intervals.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ def measured(*overrides: str) -> tuple[float, float]:
 
 
 def main(rounds: int = 5, steps: int = 30) -> None:
-    """The rounds, and the medians."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
     for number in range(rounds):
         for name, overrides in CASES.items():
             found[name].append(measured(*overrides, f"rl.steps={steps}", f"seed={number}"))
-        print(number, {name: round(rows[-1][0], 3) for name, rows in found.items()}, flush=True)
+        print(number, {name: rows[-1] for name, rows in found.items()}, flush=True)
     seconds, busy = ({name: [row[at] for row in rows] for name, rows in found.items()} for at in (0, 1))
     median = {name: statistics.median(values) for name, values in seconds.items()}
     best = min(SYNCHRONOUS, key=median.__getitem__)

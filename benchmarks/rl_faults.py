@@ -8,17 +8,17 @@ faults of each kind of run:
                           its own; beside the same run without faults
 
 Each run must end, with every prompt trained exactly once and in its order, no process left, and the weights of the
-other, bit for bit. Writes benchmarks/results/rl_faults.json. Ends with 1 when one does not.
+other, bit for bit. Ends with 1 when one does not.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 from commandline import Only, run
@@ -34,10 +34,10 @@ from hyper_parallel.rl.run import run as run_rl
 
 BENCHMARK = Benchmark("rl_faults")
 STEPS = 120
-ROLES: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "actor and rollouts": {"roles": {"actor": {"devices": 0}, "rollout": {"devices": "1-2", "page": 16}}},
     "every role": {
-        "rl": {"algorithm": "ppo", "kl": 0.1},
+        "rl": {"algorithm": "ppo", "kl": 0.1, "steps": STEPS},
         "roles": {
             "actor": {"devices": 0},
             "rollout": {"devices": 1, "page": 16},
@@ -52,37 +52,28 @@ ROLES: dict[str, dict[str, Any]] = {
 def of_kind(kind: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Runs until there were enough faults."""
     expected, done = None, 0
-    for number in itertools.count():
-        if done >= count:
-            return
+    while done < count:
         with scratch() as folder:
             config = config_of(kind, folder, "run")
             if expected is None:
                 expected = expected_of(kind, config, folder)
-            row = faulted(config, min(count - done, 20), seed + number, expected)
+            row = faulted(config, min(count - done, 20), seed, expected)
         done += sum(row["faults"].values())
+        seed += 1
         yield row
 
 
 def config_of(kind: str, folder: Path, name: str) -> RLConfig:
-    """The run, in a folder of its own."""
-    given = ROLES[kind]
-    roles = {**given["roles"], "restarts": 1000}
+    roles = {**KINDS[kind]["roles"], "restarts": 1000}
     if "reward" in roles:
         model = folder / "reward model"
         roles["reward"] = {**roles["reward"], "model": str(model if model.is_dir() else reward_folder(model))}
-    return rl_config(
-        folder / name,
-        rl={**given.get("rl", {}), "steps": STEPS},
-        roles=roles,
-        task=given.get("task", {}),
-        launch={"threads": 1, "device": "cpu", "timeout": 15},
-        checkpoint={"every": 10, "keep": 2},
-    )
+    launch = {"threads": 1, "device": "cpu", "timeout": 15}
+    given = {"rl": {"steps": STEPS}, **KINDS[kind], "roles": roles}
+    return rl_config(folder / name, **given, launch=launch, checkpoint={"every": 10, "keep": 2})
 
 
 def expected_of(kind: str, config: RLConfig, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights without faults."""
     if kind == "actor and rollouts":
         return expected_weights(config)
     summary = run_rl(config_of(kind, folder, "without faults"))
@@ -91,10 +82,8 @@ def expected_of(kind: str, config: RLConfig, folder: Path) -> dict[str, torch.Te
 
 
 def faulted(config: Any, count: int, seed: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """One run."""
     engines: list[WatchedEngine] = []
     trained: dict[int, list[int]] = {}
-    lines: list[str] = []
 
     def engine() -> WatchedEngine:
         engines.append(WatchedEngine())
@@ -104,36 +93,32 @@ def faulted(config: Any, count: int, seed: int, expected: dict[str, torch.Tensor
         trained[report.step] = sorted({one.row for one in report.samples})
         original(self, report, busy)
 
-    original, Recorder.batch = Recorder.batch, batch  # type: ignore[method-assign]
-    began = time.monotonic()
-    try:
-        with faults(engines, count, seed, (0.2, 2.0), ready=lambda: bool(trained)) as done:
-            summary = run_rl(config, engine=engine, told=lines.append)
-    finally:
-        Recorder.batch = original  # type: ignore[method-assign]
+    original, began = Recorder.batch, time.monotonic()
+    with (
+        mock.patch.object(Recorder, "batch", batch),
+        faults(engines, count, seed, (0.2, 2.0), ready=lambda: bool(trained)) as done,
+    ):
+        summary = run_rl(config, engine=engine, told=lambda line: None)
     assert summary.checkpoint is not None
     found = saved_weights(summary.checkpoint)
-    prompts = config.rl.prompts
-    in_order = all(
-        rows == list(range((step - 1) * prompts, step * prompts)) for step, rows in trained.items()
-    )
+    prompts, left = config.rl.prompts, len(left_behind())
+    batches = {step: list(range((step - 1) * prompts, step * prompts)) for step in range(1, STEPS + 1)}
     same = all(torch.equal(found[name], value) for name, value in expected.items())
     return {
         "faults": dict(Counter(done)),
         "restarts": summary.restarts,
         "steps": summary.steps,
-        "every prompt once": in_order and sorted(trained) == list(range(1, STEPS + 1)),
+        "every prompt once": trained == batches,
         "same weights": same,
-        "processes left": len(left_behind()),
+        "processes left": left,
         "seconds": time.monotonic() - began,
-        "right": in_order and same and not left_behind() and summary.steps == STEPS,
+        "right": trained == batches and same and not left and summary.steps == STEPS,
     }
 
 
 def main(faults: Annotated[int, "of each kind of run"] = 60, seed: int = 0, only: Only = "") -> bool:
-    """Each kind of run; whether one is not right."""
     rows: list[dict[str, Any]] = []
-    for kind in ROLES:
+    for kind in KINDS:
         if only in kind:
             for row in of_kind(kind, faults, seed):
                 rows.append({"kind": kind, **row})

@@ -1,46 +1,40 @@
-"""Does reinforcement learning learn? python benchmarks/rl_learns.py [--only TEXT] [--seeds N] [--again]
+"""Does reinforcement learning learn? python benchmarks/rl_learns.py [--only TEXT] [--again]
 
 examples/rl/grpo-sort.yaml and its variants, each from several seeds: rewards of 1,000 held-out prompts before the first
-step and at the end of training (not at its peak), sampled at temperature 1 and greedy. Writes
-benchmarks/results/rl_learns.json after each run, and the table of docs/rl.md; runs that the result has are left out
-unless `--again` is given.
+step and at the end of training (not at its peak), sampled at temperature 1 and greedy. The result is written after each
+run; runs that it has are left out unless `--again` is given.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 from campaigns import Rows
 from commandline import Again, Only, run
+from measure import taken
 from pages import Benchmark, table
 from rl_example import ran
 
 DESCEND = ("task.name=descend", "warmup.until=0.2", "rl.steps=100")
-CASES: dict[str, tuple[str, ...]] = {
-    "grpo, sort, η = 1": (),
-    "grpo, sort, η = 0": ("rl.staleness=0",),
-    "grpo, sort, η = 2": ("rl.staleness=2",),
-    "grpo, sort, η = 4": ("rl.staleness=4",),
-    "grpo, descend": DESCEND,
-    "rloo, sort": ("rl.algorithm=rloo",),
-    "ppo, sort": ("rl.algorithm=ppo", "rl.minibatches=4", "rl.staleness=0", "rl.optimizer.lr=2.0e-4"),
-    "grpo, sort, shuffled rewards": ("task.shuffle_rewards=true", "rl.steps=100"),
+PPO = ("rl.algorithm=ppo", "rl.minibatches=4", "rl.staleness=0", "rl.optimizer.lr=2.0e-4")
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "grpo, sort, η = 1": (5, ()),
+    "grpo, sort, η = 0": (5, ("rl.staleness=0",)),
+    "grpo, sort, η = 2": (5, ("rl.staleness=2",)),
+    "grpo, sort, η = 4": (5, ("rl.staleness=4",)),
+    "grpo, descend": (5, DESCEND),
+    "rloo, sort": (1, ("rl.algorithm=rloo",)),
+    "ppo, sort": (1, PPO),
+    "grpo, sort, shuffled rewards": (1, ("task.shuffle_rewards=true", "rl.steps=100")),
 }
-"""The overrides of each."""
-SEEDS = dict.fromkeys(
-    ("grpo, sort, η = 1", "grpo, sort, η = 0", "grpo, sort, η = 2", "grpo, sort, η = 4", "grpo, descend"), 5
-)
+"""Seeds and overrides of each."""
 
 
 def measured(overrides: list[str]) -> dict[str, Any]:
-    """One run from the start."""
-    began = time.monotonic()
-    found, steps = ran(overrides)
-    seconds = time.monotonic() - began
+    (seconds, _, (found, steps)) = taken(lambda: ran(overrides))
     trained = [one for one in steps if "reward" in one]
     assert found.before is not None
     assert found.after is not None
@@ -59,12 +53,10 @@ def measured(overrides: list[str]) -> dict[str, Any]:
 
 
 def of_case(rows: Mapping[str, Any], case: str) -> list[dict[str, Any]]:
-    """The runs of a case."""
     return [row for name, row in rows.items() if name.rpartition(", seed ")[0] == case]
 
 
 def summary(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Over the seeds of each case."""
     found = {}
     for case in CASES:
         if own := of_case(rows, case):
@@ -107,17 +99,13 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
 BENCHMARK = Benchmark("rl_learns", {"rl.md": page}, key="runs")
 
 
-def main(
-    only: Only = "", seeds: Annotated[int, "of each case, instead of 5 or 1"] = 0, again: Again = False
-) -> None:
-    """Run what is missing; the table."""
+def main(only: Only = "", again: Again = False) -> None:
     rows = Rows(BENCHMARK, again, summary=lambda runs: {"cases": summary(runs)})
-    for case, overrides in CASES.items():
-        names = {f"{case}, seed {seed}": seed for seed in range(seeds or SEEDS.get(case, 1))}
+    for case, (seeds, overrides) in CASES.items():
+        names = {f"{case}, seed {seed}": seed for seed in range(seeds)}
         for name in rows.missing(names, only):
             rows.add(name, measured([*overrides, f"seed={names[name]}"]))
             print(name, rows.rows[name], flush=True)
-    print(*page({"runs": rows.rows, "cases": summary(rows.rows)}), sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 A rollout draws 256 answers of up to 48 tokens with continuous batching; the trainer computes the same tokens in a
 padded forward pass. Absolute differences in nats per token, in float32 and where the rollout and the trainer compute in
-bfloat16. Writes benchmarks/results/rl_logprobs.json.
+bfloat16.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -67,9 +68,8 @@ def measured(model: dict[str, Any], dtype: str, device: torch.device) -> dict[st
     }
     config = build(RLConfig, [("run.yaml", given)], ())
     tokenizer = tokenizer_of(config)
-    actor = Actor(
-        config, trained_policy(config, tokenizer, config.roles.actor.strategy, device), tokenizer, device
-    )
+    policy = trained_policy(config, tokenizer, config.roles.actor.strategy, device)
+    actor = Actor(config, policy, tokenizer, device)
     target = rollout_model(config, tokenizer, device)
     with torch.no_grad():
         for name, value in local_tensors(actor.model).items():
@@ -77,36 +77,31 @@ def measured(model: dict[str, Any], dtype: str, device: torch.device) -> dict[st
                 value.mul_(4.0)
             local_tensors(target)[name].copy_(value)
     rollout = Rollout(config, target, tokenizer)
-    rows = tasks("sort", 0, "train", 32)
     asked = [
         Prompted(ticket=row, place=place, row=row, prompt=one["prompt"])
-        for row, one in enumerate(rows)
+        for row, one in enumerate(tasks("sort", 0, "train", 32))
         for place in range(8)
     ]
     samples = rollout.generate(asked, 1000)
     while rollout.busy:
         samples += rollout.generate([], 1000)
-    trainer = actor.logprobs(samples)
-    apart = torch.tensor(
-        [
-            abs(own - other)
-            for one, found in zip(samples, trainer, strict=True)
-            for own, other in zip(one.logprobs, found, strict=True)
-        ]
-    )
-    entropy = -torch.tensor([value for one in samples for value in one.logprobs]).mean()
+    pairs = [
+        pair
+        for one, found in zip(samples, actor.logprobs(samples), strict=True)
+        for pair in zip(one.logprobs, found, strict=True)
+    ]
+    apart = torch.tensor([abs(own - other) for own, other in pairs])
     return {
         "tokens": float(len(apart)),
         "median": float(apart.median()),
         "p99": float(apart.quantile(0.99)),
         "largest": float(apart.max()),
         "mean": float(apart.mean()),
-        "entropy": float(entropy),
+        "entropy": -statistics.fmean(own for own, _ in pairs),
     }
 
 
 def main() -> None:
-    """Each family in each dtype."""
     torch.set_num_threads(1)
     rows = {}
     for dtype in ("float32", "bfloat16"):

@@ -25,13 +25,13 @@ prompts, which is a staleness of 15 + 16 s updates here.
 https://verl.readthedocs.io/en/latest/advance/one_step_off.html: generation on 16 and on 4 devices, old_log_prob and
 update_actor on both, what else a step takes.
 
-docs/rl-staleness.md has tables written from the result. `--only` names parts.
+docs/rl-staleness.md has tables written from the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from commandline import run
 from pages import Benchmark, table
@@ -43,7 +43,6 @@ from hyper_parallel.rl.simulator.split import lower_bound
 
 DEVICES, SAMPLES, SHARE = 16, 512, 0.85
 SEEDS = (1, 2, 3)
-PARTS = ("orders", "verl", "one_step_off")
 
 Setting = dict[str, Any]
 
@@ -124,13 +123,8 @@ def verl(mean_tokens: float) -> Iterator[dict[str, Any]]:
     published = {"colocated": 356.30, "stream": 231.34, "partial rollout": 150.63}
     law = generation_law(RlSimulation(**setting, staleness=15))
     rows = [("colocated", "colocated", colocated)]
-    for name, staleness, order in (
-        ("stream", 15, "capacity"),
-        ("partial rollout", 23, "capacity"),
-        ("partial rollout", 23, "window"),
-        ("partial rollout", 23, "discard"),
-        ("partial rollout", 23, "fifo"),
-    ):
+    rollouts = [("partial rollout", 23, order) for order in ("capacity", "window", "discard", "fifo")]
+    for name, staleness, order in (("stream", 15, "capacity"), *rollouts):
         own = RlSimulation(**setting, staleness=staleness, order=order)
         rows.append((name, order, simulate_loop(own)))
     for name, order, result in rows:
@@ -188,9 +182,6 @@ def one_step_off() -> Iterator[dict[str, Any]]:
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The tables of docs/rl-staleness.md, where all parts are there."""
-    if not set(PARTS) <= result.keys():
-        return
 
     def beside(row: Mapping[str, Any]) -> tuple[str, ...]:
         return f"{row['published_speed']:.2f}x", f"{row['speed']:.2f}x", f"{row['off']:+.0%}"
@@ -228,23 +219,14 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
 BENCHMARK = Benchmark("rl_simulated", {"rl-staleness.md": page})
 
 
-def main(only: Annotated[tuple[str, ...], "these parts", PARTS] = PARTS) -> None:
-    """Run the parts and write the result and the page."""
-    makers = {
-        "orders": lambda: (
-            row for name in ("timers", "shared passes", "fixed training") for row in orders(name)
-        ),
-        "verl": lambda: (row for tokens in (3000, 2000, 4000) for row in verl(tokens)),
-        "one_step_off": one_step_off,
+def main() -> None:
+    names = ("timers", "shared passes", "fixed training")
+    found = {
+        "orders": [row for name in names for row in orders(name)],
+        "verl": [row for tokens in (3000, 2000, 4000) for row in verl(tokens)],
+        "one_step_off": list(one_step_off()),
     }
-    found: dict[str, Any] = {part: [] for part in only}
-    for part in only:
-        for row in makers[part]():
-            found[part].append(row)
-            print(part, *(f"{key}={value}" for key, value in row.items()), flush=True)
-    # Read now: another run may have written other parts meanwhile.
-    others = {part: rows for part, rows in BENCHMARK.kept().items() if part in PARTS}
-    BENCHMARK.keep({"source": "simulated", **others, **found})
+    BENCHMARK.keep({"source": "simulated", **found})
 
 
 if __name__ == "__main__":

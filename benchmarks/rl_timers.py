@@ -4,7 +4,7 @@ The real controller, queue, groups of workers and rewards; generation and traini
 prompts × 8) of log-normal lengths (σ = 1) that all run at once, generation 85% of the synchronous step on 16 devices.
 Synchronous and colocated, all 16 generate and then train; apart, 5 generate and 11 train, which takes 16/11 of the
 time. Steps per second after the first five, of η = 1, 2 and 4 in each order, relative to the colocated loop. Labelled:
-the times of generation and training are set, not measured. Writes benchmarks/results/rl_timers.json.
+the times of generation and training are set, not measured.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TimerHost:
             self._ends[one.row, one.place] = end, one, self._version, max(1, int(100 * length))
         if not self._ends:
             return []
-        until = min(min(end for end, *_ in self._ends.values()), now + 0.05)
+        until = min(now + 0.05, *(end for end, *_ in self._ends.values()))
         time.sleep(max(0.0, until + 0.01 - now))
         ended = [key for key, (end, *_) in self._ends.items() if end <= time.monotonic()]
         return [self._sample(*self._ends.pop(key)[1:]) for key in ended]
@@ -112,9 +112,8 @@ def longest(answers: int) -> float:
     return statistics.fmean(max(math.exp(draw.gauss(0, SIGMA)) for _ in range(answers)) for _ in range(2000))
 
 
-def measured(steps: int, roles: dict[str, Any], staleness: int, order: str) -> dict[str, float]:
+def measured(roles: dict[str, Any], **loop: Any) -> dict[str, float]:
     """Mean seconds of a step, and what was wasted."""
-    loop = {"steps": steps, "staleness": staleness, "order": order}
     with scratch() as folder:
         given = {
             "version": 1,
@@ -139,15 +138,13 @@ def measured(steps: int, roles: dict[str, Any], staleness: int, order: str) -> d
 
 
 def main(steps: int = 30) -> None:
-    """The colocated loop, then each bound and order."""
-    base = measured(steps, {"rollout": {"devices": 0}}, 0, "fifo")
+    base = measured({"rollout": {"devices": 0}}, steps=steps, staleness=0, order="fifo")
     rows = {"colocated, η = 0": base}
     apart = {"actor": {"devices": 0}, "rollout": {"devices": 1}}
     for staleness in (1, 2, 4):
         for order in ("fifo", "window", "discard"):
-            row = measured(steps, apart, staleness, order)
-            row["speed"] = base["step_s"] / row["step_s"]
-            rows[f"apart, η = {staleness}, {order}"] = row
+            row = measured(apart, steps=steps, staleness=staleness, order=order)
+            rows[f"apart, η = {staleness}, {order}"] = {**row, "speed": base["step_s"] / row["step_s"]}
             print(staleness, order, row, flush=True)
     BENCHMARK.keep({"timers": "set, not measured", "rows": rows})
 

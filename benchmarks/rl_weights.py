@@ -1,6 +1,6 @@
 """Weights from an actor's layouts to a rollout's: bytes and time beside gather-then-broadcast, delta and bfloat16.
 
-    python benchmarks/rl_weights.py            # writes benchmarks/results/rl_weights.json
+    python benchmarks/rl_weights.py
     python benchmarks/rl_weights.py --pairs 4  # a look; writes nothing
 
 **Pairs.** 50 pairs of random layouts on groups of 1 to 4 processes. The lower bound is counted element by element, from
@@ -32,7 +32,7 @@ from harness import ranks
 from harness.weight_layouts import held, random_description
 from hyper_parallel.compat.standalone_group import serve_store
 from hyper_parallel.layout import Layout, Mesh
-from hyper_parallel.rl.weights.description import Description, Parameter
+from hyper_parallel.rl.weights.description import Description
 from hyper_parallel.rl.weights.header import HEADER_BYTES
 from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
 from hyper_parallel.rl.weights.meeting import Meeting
@@ -70,13 +70,10 @@ def sides(seed: int, scale: int) -> tuple[Description, Description]:
 
 def collector(actor: Description) -> Description:
     """Whole parameters on rank 0 of the actor's group."""
-    whole = [
-        Parameter(
-            name=p.name, layout=Layout.replicated(Mesh(), p.layout.shape), dtype=p.dtype, groups=((0,),)
-        )
-        for p in actor.parameters
-    ]
-    return Description(role="collector", world=actor.world, parameters=tuple(whole))
+    whole = tuple(
+        replace(p, layout=Layout.replicated(Mesh(), p.layout.shape), groups=((0,),)) for p in actor.parameters
+    )
+    return Description(role="collector", world=actor.world, parameters=whole)
 
 
 def lower_bound(plan: WeightPlan) -> int:
@@ -98,16 +95,16 @@ class Rank:
         self.rank, self.actor, self.rollout = rank, actor, rollout
         self.gives, self.takes = rank < actor.world, actor.world <= rank < self.plan.world
         values = {p.name: torch.arange(math.prod(p.layout.shape)) for p in actor.parameters}
-        self.whole = {name: torch.empty(0) for name in values}
+        self.wanted: dict[str, torch.Tensor] = {}
+        self.whole: dict[str, torch.Tensor] = {}
         if self.gives:
             self.source = {p.name: values[p.name].float()[held(p, rank)] for p in actor.parameters}
-            self.whole = {p.name: torch.zeros(p.layout.shape) for p in actor.parameters} if rank == 0 else {}
         if self.takes:
-            self.wanted = {
-                p.name: values[p.name].float()[held(p, rank - actor.world)] for p in rollout.parameters
-            }
-            self.target = {name: torch.zeros_like(value) for name, value in self.wanted.items()}
-            self.whole = {p.name: torch.zeros(p.layout.shape) for p in rollout.parameters}
+            place = rank - actor.world
+            self.wanted = {p.name: values[p.name].float()[held(p, place)] for p in rollout.parameters}
+        if self.takes or rank == 0:
+            self.whole = {p.name: torch.zeros(p.layout.shape) for p in actor.parameters}
+        self.target = {name: torch.zeros_like(value) for name, value in self.wanted.items()}
         self.link = self._link(self.plan, port, f"ours {seed}") if rank < self.plan.world else None
         self.gather = self._link(self.gathering, port, f"gather {seed}", self.whole) if self.gives else None
         members = [0, *range(actor.world, self.plan.world)]
@@ -128,17 +125,13 @@ class Rank:
         )
 
     def point_to_point(self) -> None:
-        """The plan."""
         self.version += 1
-        if self.link is None:
-            return
-        if self.gives:
+        if self.link is not None and self.gives:
             self.link.send(self.version)
-        else:
+        elif self.link is not None:
             self.link.install(self.link.receive())
 
     def gather_then_broadcast(self) -> None:
-        """The other method."""
         self.version += 1
         if self.gather is not None:
             self.gather.install(self.gather.exchange(self.version))
@@ -152,24 +145,19 @@ class Rank:
 
     def right(self) -> bool:
         """Whether the target has what it should, which is then erased."""
-        if not self.takes:
-            return True
         equal = all(torch.equal(self.target[name], value) for name, value in self.wanted.items())
         for value in self.target.values():
             value.zero_()
         return equal
 
     def close(self) -> None:
-        """End the connections."""
-        for link in (self.link, self.gather):
-            if link is not None:
-                link.close()
+        for link in filter(None, (self.link, self.gather)):
+            link.close()
         if self.takes or self.rank == 0:
             dist.destroy_process_group(self.broadcast)
 
 
 def worker(rank: int, world: int, port: int, pairs: int, scale: int) -> list[dict[str, Any]]:
-    """All pairs, on one rank."""
     rows = []
     for seed in range(pairs):
         one = Rank(rank, port, seed, scale)
@@ -288,21 +276,20 @@ def measured(pairs: int, scale: int) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over pairs."""
 
     def times(key: str) -> list[float]:
         return [row[key]["gather_then_broadcast"] / row[key]["point_to_point"] for row in rows]
 
-    def fewer(theirs: str, ours: str) -> float:
-        return statistics.median(row[theirs] / row[ours] for row in rows)
+    def fewer(key: str) -> float:
+        return statistics.median(row[f"gather_then_broadcast_{key}"] / row[key] for row in rows)
 
     quicker = times("seconds")
     return {
         "pairs": len(rows),
         "megabytes": statistics.median(row["model"] for row in rows) / 1e6,
         "equal_to_the_lower_bound": sum(row["bytes"] == row["lower_bound"] for row in rows),
-        "times_fewer_bytes": fewer("gather_then_broadcast_bytes", "bytes"),
-        "times_fewer_bytes_out_of_the_actor": fewer("gather_then_broadcast_crossing", "crossing"),
+        "times_fewer_bytes": fewer("bytes"),
+        "times_fewer_bytes_out_of_the_actor": fewer("crossing"),
         "times_quicker": statistics.median(quicker),
         "times_quicker_least": min(quicker),
         "times_quicker_most": max(quicker),
@@ -312,7 +299,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(pairs: Annotated[int, "of layouts; other than 50 are a look, which is not written"] = 50) -> None:
-    """Run everything, print the summary and write the result."""
     torch.set_num_threads(1)
     rows, large = measured(pairs, 1), measured(pairs // 5, 4)
     delta = deltas()

@@ -42,7 +42,6 @@ def gloos(xs: Sequence[torch.Tensor], group: str) -> None:
 
 
 def worker(rank: int, world: int) -> dict[str, dict[str, float]]:
-    """Median seconds by case and way."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     seconds = {}
     for name, sizes in CASES.items():
@@ -54,10 +53,8 @@ def worker(rank: int, world: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
     seconds = workers(worker, WORKERS)[0]
-    for name, row in seconds.items():
-        print(f"{name}: ours {row['ours'] * 1e3:.2f} ms, gloo's {row['gloo'] * 1e3:.2f} ms")
+    print(seconds)
     BENCHMARK.keep({"workers": WORKERS, "seconds": seconds})
 
 

@@ -16,14 +16,13 @@ Then each rank in turn is stopped (SIGSTOP), `--freezes` times: the run must end
 no process of it behind.
 
 Cases are independent. With a `--folder` each result is kept there as it is found, and a later start does what is left;
-`--shard I/N` does every N-th. The figures are written once no case is left, or with `--report`.
+`--shard I/N` does every N-th. The figures are those of all that was done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import shutil
@@ -34,7 +33,7 @@ from typing import Annotated, Any
 
 from campaigns import Log
 from commandline import run
-from disturbed_runs import HEAD, Command, family, judged, records, tensors, write_texts
+from disturbed_runs import HEAD, Command, Row, campaign, family, judged, records, results
 from pages import Benchmark
 from processes import scratch
 
@@ -61,12 +60,6 @@ trackers: []
 """
 
 
-def results(folder: Path, out: str) -> tuple[dict[int, Any], dict[str, bytes]]:
-    """What must not depend on interruptions: every loss and norm, and the bytes of the last checkpoint."""
-    values = {step: (row["loss"], row["grad_norm"]) for step, row in records(folder, out).items()}
-    return values, tensors(folder / out / "checkpoints" / f"step-{STEPS:08d}")
-
-
 def send(command: Command, number: int, whom: str, rank: int) -> bool:
     """Send a signal; whether there was somebody to send it to."""
     pids = {"group": family(command.process.pid), "command": [command.process.pid]}.get(whom)
@@ -79,7 +72,7 @@ def send(command: Command, number: int, whom: str, rank: int) -> bool:
     return bool(pids)
 
 
-def interrupt(command: Command, out: str, case: dict[str, Any], span: float) -> dict[str, Any]:
+def interrupt(command: Command, out: str, case: Row, span: float) -> Row:
     """Start a run, send it a signal, and tell how it ended.
 
     The moment is a share of `span` seconds from the start, or from the first step (`within`); where the run has ended
@@ -101,20 +94,17 @@ def interrupt(command: Command, out: str, case: dict[str, Any], span: float) -> 
         sent, step = time.monotonic(), max(records(folder, out), default=0)
         if code is None:
             code = command.ended(GRACE_S + 60)
-            row: dict[str, Any] = {
+            return {
                 "sent_s": round(sent - command.begun, 2),
                 "ended_s": round(time.monotonic() - sent, 2),
                 "code": code,
                 "sent_step": step,
+                "said": command.said(out),
             }
-            break
         moment *= 0.5
-    row["said"] = (folder / f"{out}.err").read_text()
-    return row
 
 
-def stopped(command: Command, out: str, case: dict[str, Any], span: float, whole: Any) -> dict[str, Any]:
-    """A case of SIGTERM or SIGINT."""
+def stopped(command: Command, out: str, case: Row, span: float, whole: Any) -> Row:
     folder, row = command.folder, interrupt(command, out, case, span)
     row["step"] = max(records(folder, out), default=0)
     found = newest(folder / out / "checkpoints") if (folder / out / "checkpoints").exists() else None
@@ -124,19 +114,18 @@ def stopped(command: Command, out: str, case: dict[str, Any], span: float, whole
     row["exit"] = complete or (row["code"] == 130 and row["said"].strip() in ("", STOPPING))
     row["in_time"] = row["ended_s"] <= GRACE_S
     row["last_step_saved"] = row["saved"] == row["step"]
-    row["resumed"] = command.finish(out) == 0 and results(folder, out) == whole
+    row["resumed"] = command.finish(out) and results(folder, out, STEPS) == whole
     row["ok"] = row["exit"] and row["in_time"] and row["last_step_saved"] and row["resumed"]
     return row
 
 
-def saved(command: Command, out: str, case: dict[str, Any], span: float, whole: Any) -> dict[str, Any]:
-    """A case of SIGUSR1."""
+def saved(command: Command, out: str, case: Row, span: float, whole: Any) -> Row:
     folder, row = command.folder, interrupt(command, out, case, span)
     text = (folder / f"{out}.txt").read_text()
     asked = [int(line.split()[2].rstrip(",")) for line in text.splitlines() if line.startswith("saved step")]
     row["saved"] = asked
     row["exit"] = row["code"] == 0 and row["said"] == ""
-    row["unchanged"] = results(folder, out) == whole
+    row["unchanged"] = results(folder, out, STEPS) == whole
     # The command looks for signals every POLL_S seconds, in which several steps of this model go by. A run that has
     # taken its last step by then has nothing to save any more; a signal to a worker is seen in the next step.
     steps = records(folder, out)
@@ -152,22 +141,21 @@ def saved(command: Command, out: str, case: dict[str, Any], span: float, whole: 
         for path in (folder / out / "checkpoints").iterdir():
             if path.name.startswith("step-") and int(path.name.split("-")[1]) > asked[0]:
                 shutil.rmtree(path)
-        row["resumed"] = command.finish(out) == 0 and results(folder, out) == whole
+        row["resumed"] = command.finish(out) and results(folder, out, STEPS) == whole
     row["ok"] = row["exit"] and row["unchanged"] and row["last_step_saved"] and row["resumed"]
     return row
 
 
-def frozen(command: Command, out: str, case: dict[str, Any], span: float, whole: Any) -> dict[str, Any]:
+def frozen(command: Command, out: str, case: Row, span: float, whole: Any) -> Row:
     """A rank is stopped in the middle of the steps."""
-    folder = command.folder
-    command.start(out, timeout=FROZEN_S)
-    while not records(folder, out) or len(workers := command.workers()) < 2:
-        assert command.ended(0.005) is None, (folder / f"{out}.err").read_text()
+    command.start(out, f"launch.timeout={FROZEN_S:g}")
+    while not records(command.folder, out) or len(workers := command.workers()) < 2:
+        assert command.ended(0.005) is None, command.said(out)
     time.sleep(case["moment"] * 0.1)
     os.kill(workers[case["rank"]], signal.SIGSTOP)
     begun = time.monotonic()
     code = command.ended(FROZEN_S + 120)
-    said = (folder / f"{out}.err").read_text()
+    said = command.said(out)
     row = {"code": code, "ended_s": round(time.monotonic() - begun, 1), "said": said}
     row["named"] = said.startswith(f"{PREFIX}worker {case['rank']} ") and said.count(PREFIX) == 1
     row["left"] = len(command.workers())
@@ -175,10 +163,10 @@ def frozen(command: Command, out: str, case: dict[str, Any], span: float, whole:
     return row
 
 
-def cases(moments: int, freezes: int, seed: int) -> list[dict[str, Any]]:
+def cases(moments: int, freezes: int) -> list[Row]:
     """All of them, the kinds in turns, so that a campaign that is cut short has some of each."""
-    draw = random.Random(seed)
-    found: list[dict[str, Any]] = []
+    draw = random.Random(0)
+    found: list[Row] = []
     kinds = list(itertools.product(("SIGTERM", "SIGINT", "SIGUSR1"), ("group", "command", "worker")))
     for at in range(max(moments, freezes)):
         for name, whom in kinds if at < moments else ():
@@ -189,59 +177,49 @@ def cases(moments: int, freezes: int, seed: int) -> list[dict[str, Any]]:
     return [{"case": number, **case} for number, case in enumerate(found)]
 
 
-def reported(kept: Path, total: int) -> bool:
-    """Write the figures of what was done; whether something of it was wrong, or nothing done."""
-    rows = [row for path in sorted(kept.glob("cases-*.jsonl")) for row in Log(path).rows]
-    table = judged(rows, lambda row: f"{row['signal']} to {row['whom']}")
-    wrong = [row for row in rows if not row["ok"]]
-    print(f"{len(rows)} of {total} cases, {len(wrong)} wrong")
-    limits = {"steps": STEPS, "grace_s": GRACE_S, "frozen_timeout_s": FROZEN_S}
-    BENCHMARK.keep({**limits, "planned": total, "done": len(rows), "table": table, "wrong": wrong})
-    return bool(wrong) or not rows
-
-
-def run_cases(todo: list[dict[str, Any]], log: Log, folder: Path) -> None:
+def run_cases(todo: list[Row], log: Log, folder: Path) -> None:
     """Run the cases in a folder of their own, beside a run that nothing interrupts."""
-    write_texts(folder, text=2000, eval=60)
-    with contextlib.closing(Command(folder, RUN)) as command:
-        assert command.finish("whole") == 0, (folder / "whole.err").read_text()
-        whole = results(folder, "whole")
+    with contextlib.closing(Command(folder, RUN, text=2000, eval=60)) as command:
+        assert command.finish("whole"), command.said("whole")
+        whole = results(folder, "whole", STEPS)
         shutil.rmtree(folder / "whole")
         command.start("whole")  # the first one has made the tokenizer
-        assert command.until_first_step("whole") is None, (folder / "whole.err").read_text()
+        assert command.until_first_step("whole") is None, command.said("whole")
         first = time.monotonic()
         assert command.ended(600) == 0
         spans = (time.monotonic() - command.begun, time.monotonic() - first)
-        for case in todo:
+
+        def result_of(case: Row) -> Row:
             out = f"run-{case['case']}"
             kind = {"SIGUSR1": saved, "SIGSTOP": frozen}.get(case["signal"], stopped)
-            row = {**case, **kind(command, out, case, spans[case.get("within", False)], whole)}
-            log.add(row)
-            print(json.dumps(row), flush=True)
+            row = kind(command, out, case, spans[case.get("within", False)], whole)
             if row["ok"]:
                 shutil.rmtree(folder / out, ignore_errors=True)
+            return row
+
+        campaign(log, todo, result_of)
 
 
 def main(
     moments: int = 30,
     freezes: int = 10,
-    seed: int = 0,
     folder: Annotated[Path | None, "where results are kept from start to start"] = None,
     shard: Annotated[str, "I/N: every N-th case, from the I-th on"] = "0/1",
-    report: Annotated[bool, "write the figures of what was done so far"] = False,
 ) -> bool:
-    """Run the cases that are left; whether one was wrong, where all are reported."""
-    every = cases(moments, freezes, seed)
+    """Run the cases that are left, and write the figures; whether a case was wrong."""
+    every = cases(moments, freezes)
     index, count = map(int, shard.split("/"))
-    with contextlib.ExitStack() as stack:
-        kept = folder or stack.enter_context(scratch())
+    with scratch() as place:
+        kept = folder or place / "kept"
         kept.mkdir(parents=True, exist_ok=True)
         log = Log(kept / f"cases-{index}-{count}.jsonl")
-        done = {row["case"] for row in log.rows}
-        todo = [case for case in every[index::count] if case["case"] not in done]
-        if todo and not report:
-            run_cases(todo, log, stack.enter_context(scratch()))
-        return reported(kept, len(every)) if report or count == 1 else False
+        if todo := every[index::count]:
+            run_cases(todo, log, place)
+        rows = [row for path in sorted(kept.glob("cases-*.jsonl")) for row in Log(path).rows]
+    table, wrong = judged(rows, lambda row: f"{row['signal']} to {row['whom']}")
+    limits = {"steps": STEPS, "grace_s": GRACE_S, "frozen_timeout_s": FROZEN_S}
+    BENCHMARK.keep({**limits, "planned": len(every), "done": len(rows), "table": table, "wrong": wrong})
+    return bool(wrong) or not rows
 
 
 if __name__ == "__main__":

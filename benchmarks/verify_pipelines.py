@@ -8,13 +8,12 @@ one device.
 - **large**: the same on 16 and 32 workers
 
 A cell is right (within 1e-5), refused (with the reason), or wrong. Cells run several to a start of workers; where a
-start fails, each of its cells runs alone. Writes benchmarks/results/verify_pipelines.json after each start; cells that
-it has are left out unless `--again` is given. Ends with 1 when a cell is wrong.
+start fails, each of its cells runs alone. The result is written after each start; cells that it has are left out unless
+`--again` is given. Ends with 1 when a cell is wrong.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -36,57 +35,55 @@ FAMILIES = ("llama-tied", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "mixtral"
 ONE_STAGE = ("gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2", "auto")
 TWO_STAGES = ("interleaved-1f1b", "zb-v", "v-half", "v-min", "dualpipev", "auto")
 
-PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "shard 2": ("llama-tied", {"axes": {"shard": 2}}),
-    "shard 4, optimizer": ("llama-tied", {"axes": {"shard": 4}, "memory": {"shard": "optimizer"}}),
+SEQUENCE = {"sequence": True}
+RING, ULYSSES = {"context": {"method": "ring"}}, {"context": {"method": "ulysses"}}
+Product = tuple[str, dict[str, int], dict[str, Any]]
+"""A family, axes beside those of the pipeline, and what else its strategy has."""
+PRODUCTS: dict[str, Product] = {
+    "shard 2": ("llama-tied", {"shard": 2}, {}),
+    "shard 4, optimizer": ("llama-tied", {"shard": 4}, {"memory": {"shard": "optimizer"}}),
     "replicate 2 · shard 2, gradients": (
         "qwen3",
-        {"axes": {"replicate": 2, "shard": 2}, "memory": {"shard": "gradients"}},
+        {"replicate": 2, "shard": 2},
+        {"memory": {"shard": "gradients"}},
     ),
-    "tensor 2, sequence": ("gemma3", {"axes": {"tensor": 2}, "sequence": True}),
-    "tensor 4": ("llama-tied", {"axes": {"tensor": 4}}),
-    "tensor 2 × 2": ("llama-tied", {"axes": {"tensor_x": 2, "tensor_y": 2}}),
-    "context 2, ring": ("gemma3", {"axes": {"context": 2}, "context": {"method": "ring"}}),
-    "context 4, ring": ("llama", {"axes": {"context": 4}, "context": {"method": "ring"}}),
-    "context 2, ulysses": ("llama-tied", {"axes": {"context": 2}, "context": {"method": "ulysses"}}),
-    "shard 2 · tensor 2, sequence": ("llama-tied", {"axes": {"shard": 2, "tensor": 2}, "sequence": True}),
-    "shard 2 · context 2": ("qwen3", {"axes": {"shard": 2, "context": 2}}),
-    "context 2 · tensor 2": ("gemma2", {"axes": {"context": 2, "tensor": 2}}),
-    "shard 2 · expert 2": ("mixtral", {"axes": {"shard": 2, "expert": 2}}),
-    "shard 4 · expert 4": ("deepseek-v3", {"axes": {"shard": 4, "expert": 4}}),
-    "tensor 2 · expert 2": ("mixtral", {"axes": {"tensor": 2, "expert": 2}}),
-    "shard 2 · tensor 2 · expert 4": ("mixtral", {"axes": {"shard": 2, "tensor": 2, "expert": 4}}),
-    "context 2 · tensor 2 · expert 2": ("qwen3-moe", {"axes": {"context": 2, "tensor": 2, "expert": 2}}),
+    "tensor 2, sequence": ("gemma3", {"tensor": 2}, SEQUENCE),
+    "tensor 4": ("llama-tied", {"tensor": 4}, {}),
+    "tensor 2 × 2": ("llama-tied", {"tensor_x": 2, "tensor_y": 2}, {}),
+    "context 2, ring": ("gemma3", {"context": 2}, RING),
+    "context 4, ring": ("llama", {"context": 4}, RING),
+    "context 2, ulysses": ("llama-tied", {"context": 2}, ULYSSES),
+    "shard 2 · tensor 2, sequence": ("llama-tied", {"shard": 2, "tensor": 2}, SEQUENCE),
+    "shard 2 · context 2": ("qwen3", {"shard": 2, "context": 2}, {}),
+    "context 2 · tensor 2": ("gemma2", {"context": 2, "tensor": 2}, {}),
+    "shard 2 · expert 2": ("mixtral", {"shard": 2, "expert": 2}, {}),
+    "shard 4 · expert 4": ("deepseek-v3", {"shard": 4, "expert": 4}, {}),
+    "tensor 2 · expert 2": ("mixtral", {"tensor": 2, "expert": 2}, {}),
+    "shard 2 · tensor 2 · expert 4": ("mixtral", {"shard": 2, "tensor": 2, "expert": 4}, {}),
+    "context 2 · tensor 2 · expert 2": ("qwen3-moe", {"context": 2, "tensor": 2, "expert": 2}, {}),
 }
-LARGE: dict[str, tuple[str, dict[str, Any]]] = {
-    "shard 2 · context 2 · tensor 2": (
-        "llama-tied",
-        {"axes": {"shard": 2, "context": 2, "tensor": 2}, "sequence": True},
-    ),
-    "shard 2 · tensor 2 × 2": ("llama-tied", {"axes": {"shard": 2, "tensor_x": 2, "tensor_y": 2}}),
-    "shard 2 · context 2 · tensor 2 · expert 4": (
-        "mixtral",
-        {"axes": {"shard": 2, "context": 2, "tensor": 2, "expert": 4}},
-    ),
+OF_EXPERTS = {"shard": 2, "context": 2, "expert": 4}
+LARGE: dict[str, Product] = {
+    "shard 2 · context 2 · tensor 2": ("llama-tied", {"shard": 2, "context": 2, "tensor": 2}, SEQUENCE),
+    "shard 2 · tensor 2 × 2": ("llama-tied", {"shard": 2, "tensor_x": 2, "tensor_y": 2}, {}),
+    "shard 2 · context 2 · tensor 2 · expert 4": ("mixtral", {**OF_EXPERTS, "tensor": 2}, {}),
     "shard 2 · context 2 · tensor 2 × 2 · expert 4": (
         "mixtral",
-        {"axes": {"shard": 2, "context": 2, "tensor_x": 2, "tensor_y": 2, "expert": 4}},
+        {**OF_EXPERTS, "tensor_x": 2, "tensor_y": 2},
+        {},
     ),
 }
 
 
 def family(name: str, layers: int) -> dict[str, Any]:
     """Its config with so many layers; with experts also with the auxiliary loss, and gpt2 with dropout."""
-    changes: dict[str, dict[str, Any]] = {
-        "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
-        "qwen3-moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
-        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
-    }
+    auxiliary = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    changes: dict[str, Any] = {"mixtral": auxiliary, "qwen3-moe": auxiliary, "gpt2": dropout}
     return settings_of(name, layers, **changes.get(name, {}))
 
 
 def cells() -> dict[str, tuple[str, Case]]:
-    """Name to part and case."""
     found: dict[str, tuple[str, Case]] = {}
     for name in FAMILIES:
         for ranks in (2, 4):
@@ -97,12 +94,12 @@ def cells() -> dict[str, tuple[str, Case]]:
                     title = f"{name}, {schedule}, {ranks} ranks × {virtual}"
                     found[title] = "schedules", Case(family(name, ranks * virtual), strategy)
     for part, products in (("products", PRODUCTS), ("large", LARGE)):
-        for title, (name, strategy) in products.items():
+        for title, (name, product, more) in products.items():
             for ranks in (2, 4):
-                axes = {"pipeline": ranks, **strategy["axes"]}
+                axes = {"pipeline": ranks, **product}
                 data = axes.get("shard", 1) * axes.get("replicate", 1)
                 train = {"micro_batch": 1, "batch": max(8, data * ranks)}
-                case = Case(family(name, ranks), {**strategy, "axes": axes}, train)
+                case = Case(family(name, ranks), {**more, "axes": axes}, train)
                 world = case.config.strategy.axes.world
                 if (world <= 8) == (part == "products") and world <= 32:
                     found[f"{name}, pipeline {ranks} · {title}"] = part, case
@@ -110,7 +107,6 @@ def cells() -> dict[str, tuple[str, Case]]:
 
 
 def judge(case: Case, found: Compared) -> dict[str, Any]:
-    """A cell of the result file."""
     said = {"workers": case.config.strategy.axes.world, "plan": found.plan}
     if found.report is None:
         return {**said, "status": "refused", "reason": found.refused}
@@ -119,31 +115,25 @@ def judge(case: Case, found: Compared) -> dict[str, Any]:
     return cell if right else {**cell, "reason": "; ".join(found.report.failures[:3]) or "buffers differ"}
 
 
-def started(world: int, part: dict[str, Case], *, alone: bool = False) -> dict[str, Any]:
+def started(world: int, part: dict[str, Case]) -> dict[str, Any]:
     """The cells of one start of workers, each alone where the start fails."""
     try:
         found = against_one_device(world, list(part.values()), timeout=180.0 + 30.0 * len(part) * world / 4)
     except RanksError as error:
-        if alone:
+        if len(part) == 1:
             return {name: {"workers": world, "status": "wrong", "reason": str(error)[-600:]} for name in part}
-        return {
-            name: cell
-            for name, case in part.items()
-            for name, cell in started(world, {name: case}, alone=True).items()
-        }
+        cells: dict[str, Any] = {}
+        for name, case in part.items():
+            cells |= started(world, {name: case})
+        return cells
     return {name: judge(case, one) for (name, case), one in zip(part.items(), found, strict=True)}
 
 
 def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """What the result has beside the cells."""
     return {"tolerance": TOLERANCE, "counts": Counter(cell["status"] for cell in cells.values())}
 
 
-def main(
-    parts: Annotated[tuple[str, ...], PARTS] = PARTS,
-    only: Only = "",
-    again: Again = False,
-) -> bool:
+def main(parts: Annotated[tuple[str, ...], PARTS] = PARTS, only: Only = "", again: Again = False) -> bool:
     """Run what is missing; whether a cell is wrong."""
     quiet()
     rows = Rows(BENCHMARK, summary=summary)
@@ -155,15 +145,10 @@ def main(
         names = list(cases)
         each = PER_START if world <= 4 else 2
         for at in range(0, len(names), each):
-            began = time.monotonic()
             rows.rows |= started(world, {name: cases[name] for name in names[at : at + each]})
             rows.rows = dict(sorted(rows.rows.items()))
             rows.write()
-            done, counts = min(at + each, len(names)), dict(summary(rows.rows)["counts"])
-            print(
-                f"{world} workers: {done} of {len(names)}, {time.monotonic() - began:.0f} s, {counts}",
-                flush=True,
-            )
+            print(f"{world} workers: {at + each} of {len(names)}, {summary(rows.rows)['counts']}", flush=True)
     for name, cell in rows.rows.items():
         if cell["status"] != "right":
             print(f"{cell['status']}: {name}: {cell['reason']}")

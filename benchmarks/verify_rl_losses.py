@@ -5,9 +5,8 @@ gradients with respect to log-probabilities, and advantages: of TRL 1.16 GRPO in
 and the reward model's loss; of TRL 0.29 PPO. Right is a difference of at most 1e-6.
 
 Runs where TRL is installed beside this library; in a folder of its own is enough (pip install --no-deps --target FOLDER
-trl==1.16.0, or 0.29.0; PYTHONPATH=FOLDER) if Transformers, Accelerate and Datasets are there. Writes
-benchmarks/results/verify_rl_losses_<version of TRL>.json, and with --fixture the batches and what TRL answers into
-tests/rl/losses/trl_reference.json; ends with 1 when a case is wrong.
+trl==1.16.0, or 0.29.0; PYTHONPATH=FOLDER) if Transformers, Accelerate and Datasets are there. With --fixture the
+batches and what TRL answers are written into tests/rl/losses/trl_reference.json. Ends with 1 when a case is wrong.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def random_batch(seed: int, prompts: int, group: int, length: int) -> Batch:
 def cases() -> list[tuple[str, str, dict[str, Any]]]:
     """Name, function and settings of each case of the trainers of TRL 1.16."""
     normalizations = {"grpo": {}, "bnpo": {}, "dr_grpo": {"max_length": 11}, "dapo": {"updates": 2}}
-    found: list[tuple[str, str, dict[str, Any]]] = []
-    for name, others in normalizations.items():
-        for kl in (0.0, 0.04):
-            settings = {"normalization": name, "kl": kl, "clip_high": 0.28, **others}
-            found.append((f"GRPO {name}, KL {kl}", "policy", settings))
+    found: list[tuple[str, str, dict[str, Any]]] = [
+        (f"GRPO {name}, KL {kl}", "policy", {"normalization": name, "kl": kl, "clip_high": 0.28, **others})
+        for name, others in normalizations.items()
+        for kl in (0.0, 0.04)
+    ]
     found += [
         ("GRPO dual clip", "policy", {"normalization": "bnpo", "dual_clip": 1.3}),
         ("GRPO truncated weights", "policy", {"normalization": "grpo", "weight_cap": 1.1, "kl": 0.04}),
@@ -137,13 +136,11 @@ def put_fixture(version: str, compared: Iterator[Compared]) -> None:
     batches: list[Any] = []
     rows: list[Any] = []
     for name, function, settings, batch, theirs in compared:
-        given = {key: plain(value) for key, value in batch.items()}
+        given, answers = ({key: plain(value) for key, value in part.items()} for part in (batch, theirs))
         if given not in batches:
             batches.append(given)
-        answers = {key: plain(value) for key, value in theirs.items()}
-        place = batches.index(given)
         case = {"name": name, "function": function, "settings": settings}
-        rows.append({**case, "batch": place, "trl": answers})
+        rows.append({**case, "batch": batches.index(given), "trl": answers})
     kept[version] = {"batches": batches, "cases": rows}
     FIXTURE.write_text(json.dumps(kept, sort_keys=True).replace('{"batch":', '\n{"batch":') + "\n")
     print(f"wrote {FIXTURE}, {FIXTURE.stat().st_size} bytes")

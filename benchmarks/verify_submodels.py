@@ -3,8 +3,7 @@
 Unmodified small models of Transformers on real gloo workers, with submodels on unlike device groups: loss, norm, every
 gradient and every updated value of plain gradient descent, and of some the losses of an evaluation, beside the model on
 one device. Errors are relative to the largest element, or to a thousandth of that of all gradients where one is 0 but
-for rounding. A case is right below 1e-5. Writes benchmarks/results/verify_submodels.json and the table of
-docs/submodels.md; ends with 1 when a case is wrong.
+for rounding. A case is right below 1e-5. Ends with 1 when a case is wrong.
 """
 
 from __future__ import annotations
@@ -31,18 +30,13 @@ def _vision(model: str, modules: list[str], vision: Axes, language: Axes, **othe
 
 
 def _omni(audio: Axes, vision: Axes, language: Axes) -> SubmodelCase:
-    parts = {
-        "audio": {"modules": AUDIO, "axes": audio},
-        "vision": {"modules": QWEN, "axes": vision},
-        "language": {"axes": language},
-    }
-    return SubmodelCase("omni", parts)
+    encoders = {"audio": {"modules": AUDIO, "axes": audio}, "vision": {"modules": QWEN, "axes": vision}}
+    return SubmodelCase("omni", {**encoders, "language": {"axes": language}})
 
 
 def _t5(encoder: Axes, decoder: Axes) -> SubmodelCase:
-    return SubmodelCase(
-        "t5", {"encoder": {"modules": ["encoder"], "axes": encoder}, "decoder": {"axes": decoder}}
-    )
+    parts = {"encoder": {"modules": ["encoder"], "axes": encoder}, "decoder": {"axes": decoder}}
+    return SubmodelCase("t5", parts)
 
 
 SKEWED: dict[str, Any] = {"rows": 4, "micro_batches": 5, "steps": 2, "evaluates": True}
@@ -80,13 +74,7 @@ def name_of(case: SubmodelCase) -> str:
     return "; ".join([f"{case.model}: {parts}", *other])
 
 
-def world_of(case: SubmodelCase) -> int:
-    """Its workers."""
-    return sum(one.axes.world for one in read_submodels(case.submodels).values())
-
-
 def page(result: Mapping[str, Any]) -> Iterator[str]:
-    """The table of docs/submodels.md."""
 
     def errors(row: Mapping[str, Any]) -> Iterator[str]:
         for key in ("loss", "gradients", "values", "evaluated"):
@@ -107,18 +95,13 @@ def main(only: Annotated[str, "cases whose name has this text; nothing is writte
         name = name_of(case)
         if only not in name:
             continue
-        (found,) = against_one_device(world_of(case), [case])
+        world = sum(one.axes.world for one in read_submodels(case.submodels).values())
+        (found,) = against_one_device(world, [case])
         print(f"{name}: {found.refused or f'{found.error:.1e}'}", flush=True)
         if found.missing or not found.error < RIGHT:
             wrong.append(name)
-        rows[name] = {
-            "workers": world_of(case),
-            "loss": found.loss,
-            "norm": found.norm,
-            "gradients": found.gradient,
-            "values": found.value,
-            "evaluated": found.evaluated,
-        }
+        errors = {"loss": found.loss, "norm": found.norm, "gradients": found.gradient, "values": found.value}
+        rows[name] = {"workers": world, **errors, "evaluated": found.evaluated}
     if not only:
         BENCHMARK.keep({"wrong": wrong, "cases": rows})
     print(f"{len(rows) - len(wrong)} of {len(rows)} right")

@@ -16,7 +16,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "signals.py"
 @pytest.mark.matrix  # the same, without the script, in tests/launch/test_signals.py
 def test_a_stop_is_saved_and_goes_on_and_a_frozen_rank_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--moments", "1", "--freezes", "1", "--shard", "4/5", "--folder", tmp_path],
+        [
+            *(sys.executable, SCRIPT, "--moments", "1", "--freezes", "1", "--shard", "4/5"),
+            *("--folder", tmp_path, "--out", tmp_path),
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
