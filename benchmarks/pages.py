@@ -72,6 +72,14 @@ def table(header: str, rows: Iterable[Sequence[object] | str], align: str = "") 
         yield row if isinstance(row, str) else f"| {' | '.join(map(str, row))} |"
 
 
+def spaced(*parts: str | Iterable[str]) -> Iterator[str]:
+    """Paragraphs, and tables or lists as their lines, with an empty line between two of them."""
+    for place, part in enumerate(parts):
+        if place:
+            yield ""
+        yield from [part] if isinstance(part, str) else part
+
+
 def put(page: Path, script: str, lines: Iterable[str]) -> None:
     """Replace what is between the marks of this script. The rest of the page stays as it is."""
     before, _, after = _split(page, script)
