@@ -64,8 +64,8 @@ class Benchmark:
 def table(header: str, rows: Iterable[Sequence[object] | str], align: str = "") -> Iterator[str]:
     """A table in Markdown. `header`: the titles, with ``|`` between them; `align`: ``l`` or ``r`` for each column, left
     where it ends; a row is its cells, or the whole line."""
-    titles = [title.strip() for title in header.strip("| ").split("|")]
-    yield f"| {' | '.join(titles)} |"
+    titles = [title.strip() for title in header.split("|")]
+    yield f"|{'|'.join(f' {title} ' if title else ' ' for title in titles)}|"
     sides = align.ljust(len(titles), "l")
     yield "|" + "".join("--:|" if side == "r" else "---|" for side in sides[: len(titles)])
     for row in rows:
