@@ -22,28 +22,21 @@ from processes import fresh, scratch
 from shapes import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, LLAMA_405B, MIXTRAL_8X22B, Fields, with_layers
 
 COUNTS = (1, 4, 16, 64)
+
+
+def _on(cluster: str, *, sequence: bool = True) -> Fields:
+    return {"sequence": sequence, "overlap": {"cluster": cluster}}
+
+
 MODELS: dict[str, tuple[Fields, Fields]] = {
-    "llama-3-8b": (LLAMA_8B, {"axes": {"shard": 8}, "overlap": {"cluster": "h100x8"}}),
-    "llama-3-70b": (
-        LLAMA_70B,
-        {"axes": {"shard": 8, "tensor": 8}, "sequence": True, "overlap": {"cluster": "h100x64"}},
-    ),
-    "llama-3-405b": (
-        LLAMA_405B,
-        {"axes": {"shard": 64, "tensor": 8}, "sequence": True, "overlap": {"cluster": "h100x512"}},
-    ),
+    "llama-3-8b": (LLAMA_8B, {"axes": {"shard": 8}, **_on("h100x8", sequence=False)}),
+    "llama-3-70b": (LLAMA_70B, {"axes": {"shard": 8, "tensor": 8}, **_on("h100x64")}),
+    "llama-3-405b": (LLAMA_405B, {"axes": {"shard": 64, "tensor": 8}, **_on("h100x512")}),
     "mixtral-8x22b": (
         {**MIXTRAL_8X22B, "max_position_embeddings": 131072},
-        {"axes": {"shard": 64, "expert": 8}, "overlap": {"cluster": "h100x64"}},
+        {"axes": {"shard": 64, "expert": 8}, **_on("h100x64", sequence=False)},
     ),
-    "deepseek-v3": (
-        DEEPSEEK_V3,
-        {
-            "axes": {"shard": 256, "tensor": 8, "expert": 64},
-            "sequence": True,
-            "overlap": {"cluster": "h800x2048"},
-        },
-    ),
+    "deepseek-v3": (DEEPSEEK_V3, {"axes": {"shard": 256, "tensor": 8, "expert": 64}, **_on("h800x2048")}),
 }
 """Name to the model's config and its strategy."""
 KEYS = ("model", "layers", "schedule", "micro_batches")

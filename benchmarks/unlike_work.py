@@ -34,7 +34,7 @@ from unlike_strategies import (
     DEGREES,
     apart_in_order,
     apart_sizes,
-    cornstarch_sizes,
+    cornstarch,
     encoder_pipeline,
     homogeneous,
     homogeneous_sizes,
@@ -232,7 +232,7 @@ def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
     found: dict[str, Found] = {
         "homogeneous": best(task, homogeneous_sizes(task), homogeneous),
         "Megatron's rule": best(task, apart_sizes(task, megatron), apart_in_order),
-        "Cornstarch's rule": best(task, cornstarch_sizes(task), encoder_pipeline),
+        "Cornstarch's rule": best(task, apart_sizes(task, cornstarch), encoder_pipeline),
         "train": best(task, homogeneous_sizes(task), trained),
         "submodels": best(task, apart_sizes(task), submodels),
     }
