@@ -298,7 +298,6 @@ BENCHMARK = Benchmark("auto", {"plan.md": page}, key="models")
 
 def main(
     models: Annotated[tuple[str, ...], tuple(MODELS)] = tuple(MODELS),
-    kept: Annotated[bool, "the machine as it was measured before"] = False,
     again: Annotated[bool, "only what is picked, beside the best of before"] = False,
 ) -> None:
     """Measure each model; one that is left out keeps its earlier row."""
@@ -306,8 +305,7 @@ def main(
     everything = not again and set(models) == set(MODELS)
     rows = Rows(BENCHMARK, again=everything, summary=lambda rows: shown)
     with scratch() as folder:
-        if not kept:
-            os.environ["XDG_CACHE_HOME"] = str(folder)
+        os.environ["XDG_CACHE_HOME"] = str(folder)  # the machine is measured anew
         for name in models:
             rows.add(name, _model(name, folder, rows.rows.get(name) if again else None))
 
