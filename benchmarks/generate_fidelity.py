@@ -28,9 +28,7 @@ from commandline import run
 from fidelity_report import calibrated, error, errors
 from measure import RESULTS, load
 from pages import Benchmark, spaced, table
-from shapes import llama, random_prompts
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from shapes import llama, new_model, random_prompts
 
 from hyper_parallel import Generator
 from hyper_parallel.cluster import Cluster
@@ -71,15 +69,6 @@ CASES = (
 )
 
 
-def model_of(name: str, device: str = "cpu") -> nn.Module:
-    """A Llama that no token ends."""
-    config = AutoConfig.for_model(**MODELS[name], eos_token_id=None)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval()
-
-
 @contextlib.contextmanager
 def timed_passes() -> Iterator[dict[Any, list[float]]]:
     """Inside, seconds of the engine's passes are taken, by their composition."""
@@ -109,11 +98,12 @@ def measured(generator: Generator, case: Case, seed: int) -> tuple[float, dict[A
 
 def row_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """A case: predicted and measured."""
-    meta = model_of(name, "meta")
+    meta = new_model(MODELS[name], scale=1.0, device="meta")
     pricer = PassPricer(captured_pass(meta, in_dtype(Strategy(version=1, check=False), meta), name), cluster)
     work = GenerationWorkload(requests=case.requests, prompt_tokens=case.prompt, answer_tokens=case.answer)
     told = simulate_run(pricer, work, Inference(**case.settings))
-    generator = Generator(model_of(name), page=case.settings["page"], rows=case.settings["rows"])
+    model = new_model(MODELS[name], scale=1.0)
+    generator = Generator(model, page=case.settings["page"], rows=case.settings["rows"])
     measured(generator, case, 0)
     seconds: list[float] = []
     passes: dict[Any, list[float]] = defaultdict(list)

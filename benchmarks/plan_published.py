@@ -194,7 +194,6 @@ def main() -> None:
             for cluster in ("h100", "cloudmatrix384")
         ],
     }
-    print("\n".join(lines(result)))
     BENCHMARK.keep(result)
 
 

@@ -330,7 +330,6 @@ def main() -> None:
     result = outcome(runs, found, constants)
     result["unseen"] = unseen(others, constants, found.residuals, known)
     result["summary"] |= {f"{kind}_covered": covered(kind, found, result["unseen"]) for kind in KINDS}
-    print("\n".join(lines(result)))
     if not is_elsewhere():
         FITTED.write_text(json.dumps(_constants(constants, found, known), indent=1) + "\n")
     BENCHMARK.keep(result)

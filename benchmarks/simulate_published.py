@@ -9,7 +9,7 @@ captured and simulated on the row's machine, and set beside the measured seconds
 All fitted constants are of other sources than the row's. What neither a kernel nor a collective takes, a step's fixed
 seconds and the lag of the slowest device, is that of the closed forms too (`fixed`, `straggling`). A pipeline is
 captured as `hyper-parallel simulate` captures it. Of other runs steps of few layers are captured, and what a period of
-layers adds is taken for all (`Layers`):
+layers adds is taken for all (`_of_few_layers`):
 
     step(l, r) = step(b, 0) + (l − b) · (step(b + p, 0) − step(b, 0)) / p + r · (step(b + p, p) − step(b + p, 0)) / p
 

@@ -405,7 +405,7 @@ def replayed(name: str, kinds: list[MicroBatchKind]) -> dict[str, Any]:
 
 
 def main(only: Only = "", replay: Annotated[bool, "of what was simulated before"] = False) -> None:
-    """Simulate, replay, print, keep."""
+    """Simulate, replay, keep."""
     rows = BENCHMARK.kept()["simulated"] if replay else []
     for setting in SETTINGS:
         for cluster in CLUSTERS:
@@ -413,14 +413,15 @@ def main(only: Only = "", replay: Annotated[bool, "of what was simulated before"
                 rows.append(simulated(setting, cluster))
                 print({key: value for key, value in rows[-1].items() if key != "kinds"}, flush=True)
     # Few processes, so that they sleep on a small machine at the same time.
-    small = [row for row in rows if row["kinds"]]
-    small = sorted(small, key=lambda row: max(max(kind["placement"]) for kind in row["kinds"]))[:3]
-    names = [f"{row['model']}, {row['devices']} × {row['cluster']}" for row in small]
-    replays = [replayed(name, kinds_of(row)) for name, row in zip(names, small, strict=True)]
-    found = {"simulated": rows, "replayed": replays}
-    print("\n".join(page(found)))
+    small = sorted(
+        (row for row in rows if row["kinds"]),
+        key=lambda row: max(max(kind["placement"]) for kind in row["kinds"]),
+    )
+    replays = [
+        replayed(f"{row['model']}, {row['devices']} × {row['cluster']}", kinds_of(row)) for row in small[:3]
+    ]
     if not only:
-        BENCHMARK.keep(found)
+        BENCHMARK.keep({"simulated": rows, "replayed": replays})
 
 
 if __name__ == "__main__":
