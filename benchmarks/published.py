@@ -227,7 +227,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
                 (
                     text,
                     f"{summary[f'{kind}_rows']:,.0f}",
-                    *(f"{summary[f'{kind}_{name}']:.1%}" for name in shown),
+                    *_percents(summary, (f"{kind}_{name}" for name in shown)),
                 )
                 for kind, text in kinds
             ),
@@ -242,12 +242,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         table(
             "Source, hardware | rows | median, signed | mean error | median error | null model | in interval",
             (
-                (
-                    name,
-                    f"{one['rows']:,}",
-                    f"{one['bias']:+.1%}",
-                    *(f"{one[column]:.1%}" for column in columns),
-                )
+                (name, f"{one['rows']:,}", f"{one['bias']:+.1%}", *_percents(one, columns))
                 for name, one in result["groups"].items()
             ),
         ),
@@ -258,6 +253,10 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         "The worst rows of each group:",
         table("Source, hardware | model | spread | error | why", map(_worst_row, result["worst"])),
     )
+
+
+def _percents(shares: Mapping[str, float], names: Iterable[str]) -> Iterator[str]:
+    return (f"{shares[name]:.1%}" for name in names)
 
 
 def _share(counts: Sequence[int]) -> str:

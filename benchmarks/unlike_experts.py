@@ -81,7 +81,7 @@ def simulated(
     """Means over draws."""
     where = Cluster.preset(cluster)
     config = MODELS[name]
-    count = config.get("n_routed_experts", config.get("num_experts", 0))
+    count: int = config.get("n_routed_experts") or config["num_experts"]
     weights = 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
 
     def layer(heavy: float) -> float:
