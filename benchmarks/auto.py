@@ -27,6 +27,7 @@ import math
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from campaigns import Rows
 from commandline import run
 from measure import taken_seconds
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
 from processes import scratch
 from shapes import Fields, gpt2, llama
 
@@ -128,7 +129,9 @@ def _model(name: str, folder: Path, before: dict[str, Any] | None) -> dict[str, 
     begun = time.monotonic()
     picks, told = zip(*(picked(config, "auto:choose") for _ in range(STARTS)), strict=True)
     took = (time.monotonic() - begun) / STARTS
-    strategies = {key_of(laid): laid for laid in _strategies(config, cluster)}
+    strategies: dict[str, Overrides] = {}
+    for laid in _strategies(config, cluster):
+        strategies.setdefault(key_of(laid), laid)
     begun = time.monotonic()
     times = before["all"] if before else _all(config, picks[0], strategies, folder)
     measuring = before["measuring_s"] if before else time.monotonic() - begun
@@ -183,19 +186,15 @@ def _timed(config: RunConfig, strategies: Sequence[Overrides], rounds: int, fold
     if code := launch.run(resolved(config, strategies[0]), "auto:measure"):
         raise SystemExit(f"the workers ended with {code}")
     told = zip(strategies, json.loads(found.read_text()), strict=True)
-    return {key_of(laid): one["seconds"] for laid, one in told if "seconds" in one}
+    return {key_of(laid): seconds for laid, seconds in told if seconds is not None}
 
 
 def _strategies(config: RunConfig, cluster: Cluster) -> Iterator[Overrides]:
-    """All that the file leaves open, each once."""
+    """All that the file leaves open."""
     seen, constants = read_off(cluster, precision_of(config))
-    done = set()
     question = question_of(config, seen, WORLD, 1)
     for one in ranked(question, constants):
-        laid = overrides_of(config, one, seen, question.workload.shape.layers)
-        if key_of(laid) not in done:
-            done.add(key_of(laid))
-            yield laid
+        yield overrides_of(config, one, seen, question.workload.shape.layers)
 
 
 def key_of(laid: Overrides) -> str:
@@ -217,41 +216,34 @@ def measure(config: RunConfig, worker: Worker) -> None:
     What is `drop` times as slow as the best after a round is stepped no more.
     """
     task = json.loads(Path(os.environ[TASK]).read_text())
-    steps: list[Callable[[], None] | None] = []
-    refused: dict[int, str] = {}
+    steps: dict[int, Callable[[], None]] = {}
     for index, laid in enumerate(task["strategies"]):
         try:
             run = resolved(config, laid)
-            steps.append(step_of(run, build(run, device=worker.device), worker.device))
-        except HyperParallelError as error:
-            refused[index] = str(error)
-            steps.append(None)
-        if worker.rank == 0 and index % 10 == 9:
-            print(f"  {index + 1} of {len(task['strategies'])} built", flush=True)
-    slowest = {index: math.inf for index, step in enumerate(steps) if step is not None}
-    taken: dict[int, list[float]] = {index: [] for index in slowest}
-    going = list(slowest)
+            steps[index] = step_of(run, build(run, device=worker.device), worker.device)
+        except HyperParallelError:
+            continue
+    slowest = dict.fromkeys(steps, math.inf)
+    taken = defaultdict[int, list[float]](list)
+    going = list(steps)
     for turn in range(task["rounds"] + 1):
         for index in going:
             taken[index] += _stepped(steps[index], task["steps"])
         if turn == 0:  # it warms up
-            taken = {index: [] for index in slowest}
+            taken.clear()
             continue
-        medians = torch.tensor([statistics.median(taken[index]) for index in slowest])
+        medians = torch.tensor([statistics.median(taken[index]) for index in steps])
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
         slowest = dict(zip(slowest, medians.tolist(), strict=True))
         going = [index for index in going if slowest[index] <= task["drop"] * min(slowest.values())]
     if worker.rank == 0:
-        found = [
-            {"refused": refused[index]} if index in refused else {"seconds": slowest[index]}
-            for index in range(len(steps))
-        ]
-        Path(task["out"]).write_text(json.dumps(found))
+        Path(task["out"]).write_text(
+            json.dumps([slowest.get(index) for index in range(len(task["strategies"]))])
+        )
 
 
-def _stepped(step: Callable[[], None] | None, steps: int) -> list[float]:
+def _stepped(step: Callable[[], None], steps: int) -> list[float]:
     """Seconds of a few steps, each begun by all ranks together."""
-    assert step is not None, "what was refused is not stepped"
     gc.collect()
     gc.disable()
     seconds = []
@@ -267,45 +259,38 @@ def _stepped(step: Callable[[], None] | None, steps: int) -> list[float]:
 
 def page(found: Mapping[str, Any]) -> Iterator[str]:
     """The part of docs/plan.md."""
-    models = found["models"]
-    yield (
+    models, where = found["models"], found["machine"]
+    within = sum(one["ratio"] <= 1.1 for one in models.values())
+    return spaced(
         "The strategy that `auto` picks, compared with the best of all strategies (`benchmarks/auto.py`; without "
         "recomputation, with micro-batches of one sequence). The benchmark first runs a few steps of every strategy, a "
         f"dozen at a time, and drops those {DROP} times as slow as the best of their dozen after one round. It then "
         f"times the {LAST} best and the picked ones in alternation; the table shows these times. `auto` ran "
-        f"{found['starts']} times; the table shows the worst of its picks:"
+        f"{found['starts']} times; the table shows the worst of its picks:",
+        table(
+            "Model | Strategies | Best | `auto` picked | Of the best | Each time | Median strategy | Worst",
+            (tuple(_cells(name, one)) for name, one in models.items()),
+            "lrrrrrrr",
+        ),
+        f"{within} of {len(models)} picks are within 10% of the best of all. Measured on {where['cpu']}, "
+        f"{where['cores']} cores, PyTorch {where['torch']}; the load of the machine over five minutes was up to "
+        f"{max(one['load'] for one in models.values()):.1f}, including the {found['workers']} workers.",
     )
-    yield ""
-    rows = []
-    for name, one in models.items():
-        best, each = one["best_s"], ", ".join(f"{ratio:.2f}" for ratio in one["ratios"])
-        shown = (
-            f"{seconds * 1e3:.1f} ms: {_told(strategy)}"
-            for seconds, strategy in ((best, one["best"]), (one["picked_s"], one["picked"]))
-        )
-        ratios = one["ratio"], one["median_s"] / best, one["worst_s"] / best
-        of_best, median, worst = (f"{ratio:.2f}" for ratio in ratios)
-        rows.append((name, one["strategies"], *shown, of_best, each, median, worst))
-    header = "Model | Strategies | Best | `auto` picked | Of the best | Each time | Median strategy | Worst"
-    yield from table(header, rows, "lrrrrrrr")
-    within = sum(one["ratio"] <= 1.1 for one in models.values())
-    load = max(one["load"] for one in models.values())
-    yield ""
-    yield (
-        f"{within} of {len(models)} picks are within 10% of the best of all. Measured on {found['machine']['cpu']}, "
-        f"{found['machine']['cores']} cores, PyTorch {found['machine']['torch']}; the load of the machine over five "
-        f"minutes was up to {load:.1f}, including the {found['workers']} workers."
-    )
-    yield ""
 
 
-def _told(strategy: dict[str, Any]) -> str:
+def _cells(name: str, one: Mapping[str, Any]) -> Iterator[object]:
+    yield from (name, one["strategies"])
+    yield from (f"{one[f'{which}_s'] * 1e3:.1f} ms: {_told(one[which])}" for which in ("best", "picked"))
+    yield f"{one['ratio']:.2f}"
+    yield ", ".join(f"{ratio:.2f}" for ratio in one["ratios"])
+    yield from (f"{one[which] / one['best_s']:.2f}" for which in ("median_s", "worst_s"))
+
+
+def _told(strategy: Mapping[str, Any]) -> str:
     """A strategy in a few words."""
     axes = " · ".join(f"{name} {degree}" for name, degree in strategy["axes"].items())
-    more = [strategy.get("memory", {}).get("shard", ""), strategy.get("context", {}).get("method", "")]
-    return ", ".join(
-        [axes, *(word for word in more if word), *(["sequence"] if strategy.get("sequence") else [])]
-    )
+    more = [strategy.get("memory", {}).get("shard"), strategy.get("context", {}).get("method")]
+    return ", ".join([axes, *filter(None, more), *(["sequence"] if strategy.get("sequence") else [])])
 
 
 BENCHMARK = Benchmark("auto", {"plan.md": page}, key="models")
@@ -313,7 +298,6 @@ BENCHMARK = Benchmark("auto", {"plan.md": page}, key="models")
 
 def main(
     models: Annotated[tuple[str, ...], tuple(MODELS)] = tuple(MODELS),
-    kept: Annotated[bool, "the machine as it was measured before"] = False,
     again: Annotated[bool, "only what is picked, beside the best of before"] = False,
 ) -> None:
     """Measure each model; one that is left out keeps its earlier row."""
@@ -321,8 +305,7 @@ def main(
     everything = not again and set(models) == set(MODELS)
     rows = Rows(BENCHMARK, again=everything, summary=lambda rows: shown)
     with scratch() as folder:
-        if not kept:
-            os.environ["XDG_CACHE_HOME"] = str(folder)
+        os.environ["XDG_CACHE_HOME"] = str(folder)  # the machine is measured anew
         for name in models:
             rows.add(name, _model(name, folder, rows.rows.get(name) if again else None))
 

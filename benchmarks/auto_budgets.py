@@ -12,6 +12,7 @@ sharded data parallelism within the same budget.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -23,7 +24,7 @@ from typing import Annotated, Any
 from auto import picked, run_of
 from campaigns import Rows
 from commandline import run
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
 from processes import scratch
 from shapes import LLAMA_405B, llama, with_layers
 
@@ -67,23 +68,21 @@ def _case(name: str, case: dict[str, Any], folder: Path) -> dict[str, Any]:
     else:
         laid, said = picked(config, TARGET)
     choosing = time.monotonic() - begun
-    strategies = [laid, *_others(config, cluster, world, laid)]
-    found: list[list[float | None]] = [[] for _ in strategies]
-    reasons = [""] * len(strategies)
+    rows: list[dict[str, Any]] = [
+        {"laid": one, "seconds": math.inf, "reason": ""}
+        for one in [laid, *_others(config, cluster, world, laid)]
+    ]
     for _ in range(1 if simulated else ROUNDS):
-        for place, one in enumerate(strategies):
-            if None in found[place]:
+        for row in rows:
+            if row["seconds"] is None:
                 continue
-            took, reasons[place] = (
+            one = row["laid"]
+            took, row["reason"] = (
                 _predicted(config, one, cluster) if simulated else _trained(config, one, folder)
             )
-            found[place].append(took)
-            print(f"  {name}: {took} {reasons[place]} {json.dumps(one['strategy'])}", flush=True)
-    # Other load only adds to a step: the least of the rounds is nearest to the strategy's own time.
-    rows: list[dict[str, Any]] = [
-        {"laid": one, "seconds": None if None in seconds else min(s for s in seconds if s), "reason": reason}
-        for one, seconds, reason in zip(strategies, found, reasons, strict=True)
-    ]
+            # Other load only adds to a step: the least of the rounds is nearest to the strategy's own time.
+            row["seconds"] = None if took is None else min(took, row["seconds"])
+            print(f"  {name}: {took} {row['reason']} {json.dumps(one['strategy'])}", flush=True)
     times = [row["seconds"] for row in rows if row["seconds"] is not None]
     memory = resolved(config, laid).strategy.memory
     return {
@@ -117,9 +116,13 @@ def _others(config: RunConfig, cluster: Cluster, world: int, choice: Overrides) 
     question = question_of(config, seen, world, 3 * OTHERS, moves=True, constants=constants)
     layers = question.workload.shape.layers
     done, alike = {_key(choice)}, Counter[str]()
-    plain = {**choice, "strategy": {**choice["strategy"], "axes": {"shard": world}, "sequence": False}}
-    plain["train"] = {"micro_batch": min(int(choice["train"]["micro_batch"]), config.train.batch // world)}
-    plain["strategy"]["memory"] = {**choice["strategy"].get("memory", {}), "shard": "parameters"}
+    strategy = choice["strategy"]
+    memory = {**strategy.get("memory", {}), "shard": "parameters"}
+    plain = {
+        **choice,
+        "strategy": {**strategy, "axes": {"shard": world}, "sequence": False, "memory": memory},
+        "train": {"micro_batch": min(int(choice["train"]["micro_batch"]), config.train.batch // world)},
+    }
     listed = (
         overrides_of(config, one, question.cluster, layers, constants) for one in ranked(question, constants)
     )
@@ -159,31 +162,30 @@ def _trained(config: RunConfig, laid: Overrides, folder: Path) -> tuple[float | 
 
 def page(found: Mapping[str, Any]) -> Iterator[str]:
     """The part of docs/plan-memory.md."""
-    yield (
+    return spaced(
         "What `strategy: auto` picks where memory is short, beside plain sharding and the other best estimates within "
         f"the same memory (`benchmarks/auto_budgets.py`). Each was trained for {found['steps']} steps, or simulated "
-        "where the row says so:"
+        "where the row says so:",
+        table(
+            "Machine | Budget | `auto` picked | Its step | Best | Of the best | Compared | Cannot run",
+            (tuple(_cells(name, one)) for name, one in found["cases"].items()),
+            "lllrrrrr",
+        ),
+        f"Measured on {found['machine']['cpu']}, {found['machine']['cores']} cores.",
     )
-    yield ""
-    shown = []
-    for name, one in found["cases"].items():
-        rows = one["rows"]
-        times = [row["seconds"] for row in rows if row["seconds"] is not None]
-        axes = " · ".join(f"{axis} {degree}" for axis, degree in rows[0]["laid"]["strategy"]["axes"].items())
-        budget = (
-            f"{format_bytes(one['device'])}, host {format_bytes(one['host'])}" if one["device"] else "none"
-        )
-        own = "cannot run" if rows[0]["seconds"] is None else format_duration(rows[0]["seconds"])
-        ratio = "" if one["ratio"] is None else f"{one['ratio']:.2f}"
-        where = f"{name}{' (simulated)' if one['simulated'] else ''}"
-        strategy = f"{axes}, micro {rows[0]['laid']['train']['micro_batch']}"
-        best = format_duration(min(times)) if times else ""
-        shown.append((where, budget, strategy, own, best, ratio, len(rows), len(rows) - len(times)))
-    header = "Machine | Budget | `auto` picked | Its step | Best | Of the best | Compared | Cannot run"
-    yield from table(header, shown, "lllrrrrr")
-    yield ""
-    yield f"Measured on {found['machine']['cpu']}, {found['machine']['cores']} cores."
-    yield ""
+
+
+def _cells(name: str, one: Mapping[str, Any]) -> Iterator[object]:
+    picked, *_ = rows = one["rows"]
+    times = [row["seconds"] for row in rows if row["seconds"] is not None]
+    axes = " · ".join(f"{axis} {degree}" for axis, degree in picked["laid"]["strategy"]["axes"].items())
+    yield f"{name}{' (simulated)' if one['simulated'] else ''}"
+    yield f"{format_bytes(one['device'])}, host {format_bytes(one['host'])}" if one["device"] else "none"
+    yield f"{axes}, micro {picked['laid']['train']['micro_batch']}"
+    yield "cannot run" if picked["seconds"] is None else format_duration(picked["seconds"])
+    yield format_duration(min(times)) if times else ""
+    yield "" if one["ratio"] is None else f"{one['ratio']:.2f}"
+    yield from (len(rows), len(rows) - len(times))
 
 
 BENCHMARK = Benchmark("auto_budgets", {"plan-memory.md": page}, key="cases")

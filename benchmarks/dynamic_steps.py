@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from both_ways import differences, steps_both_ways
 from commandline import run
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
 from torch import Tensor
 
 from harness.ranks import run_ranks
@@ -54,14 +54,13 @@ def choices(repeats: int = 21) -> list[dict[str, Any]]:
     groups = [DeviceGroup(Mesh(("tensor_x", 1)), (rank,), f"group {rank}") for rank in range(GROUPS)]
     found = []
     for name, counts in MIXTURES.items():
-        draw = random.Random(0)
-        kinds, parts = [], []
-        for number, count in enumerate(counts, 1):
+        draw, kinds = random.Random(0), []
+        for count in counts:
             forward = tuple(draw.uniform(0.5, 2.0) for _ in groups)
             backward = tuple(2 * seconds for seconds in forward)
             costs = Costs(forward=forward, backward=backward, input=forward, weight=forward)
             kinds.append(MicroBatchKind.chain(costs, range(GROUPS), count))
-            parts.append(chain_kind(number, groups, list(range(GROUPS)), count))
+        parts = [chain_kind(number, groups, range(GROUPS), count) for number, count in enumerate(counts, 1)]
         chosen, built = [], []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -136,11 +135,10 @@ def compared(steps: int) -> dict[str, Any]:
     ranks: list[list[dict[str, float]]] = run_ranks(_worker, 3, steps, timeout=60.0 + 6.0 * steps)
     rows = ranks[0]
     seconds = [(row["seconds, given"], row["seconds, arranged"]) for row in rows]
-    costs = [sum(row[f"cost, {name}"] for row in rows) for name in ("arranged", "given")]
     return {
         "steps": steps,
         **differences(ranks, "given", "arranged"),
-        "cost_of_given": costs[0] / costs[1],
+        "cost_of_given": sum(row["cost, arranged"] for row in rows) / sum(row["cost, given"] for row in rows),
         # The first steps plan their kinds.
         "seconds_of_given": statistics.median(b / a for a, b in seconds if max(a, b) < 1.0),
     }
@@ -148,21 +146,20 @@ def compared(steps: int) -> dict[str, Any]:
 
 def page(found: Mapping[str, Any]) -> Iterator[str]:
     """The table of docs/submodels.md."""
-    yield from table(
-        "16 device groups | Choice of the order, median (worst) | Program, when new | Of the lower bound",
-        (
-            f"| {one['mixture']} | {one['choice_ms']:.1f} ({one['choice_worst_ms']:.1f}) ms | "
-            f"{one['program_ms']:.0f} ms | {one['of_bound']:.2f} |"
-            for one in found["choices"]
-        ),
-    )
     steps = found["steps"]
-    yield ""
-    yield (
+    return spaced(
+        table(
+            "16 device groups | Choice of the order, median (worst) | Program, when new | Of the lower bound",
+            (
+                f"| {one['mixture']} | {one['choice_ms']:.1f} ({one['choice_worst_ms']:.1f}) ms | "
+                f"{one['program_ms']:.0f} ms | {one['of_bound']:.2f} |"
+                for one in found["choices"]
+            ),
+        ),
         f"{steps['steps']} steps of a small vision-language model with 0 to 3 images in a row, on three workers: "
         f"arranged and as given, losses differ by {steps['loss_difference']:.1e} at most, gradients by "
         f"{steps['gradient_difference']:.1e} of the largest. By the costs that orders are made from, arranged steps "
-        f"take {steps['cost_of_given']:.2f} of the time."
+        f"take {steps['cost_of_given']:.2f} of the time.",
     )
 
 
@@ -170,10 +167,8 @@ BENCHMARK = Benchmark("dynamic_steps", {"submodels.md": page})
 
 
 def main(steps: int = 200) -> None:
-    """Run both, print, keep."""
-    found = {"choices": choices(), "steps": compared(steps)}
-    print("\n".join(page(found)))
-    BENCHMARK.keep(found)
+    """Run both, keep."""
+    BENCHMARK.keep({"choices": choices(), "steps": compared(steps)})
 
 
 if __name__ == "__main__":

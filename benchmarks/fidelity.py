@@ -6,29 +6,29 @@
 3. Each case runs on real workers: the graph engine's whole steps, each in fresh processes, nothing beside them; the
    median of the steps is taken.
 
-Nothing is fitted to the cases. What is done is kept, so that an interrupted run goes on where it stopped; `--again`
+Nothing is fitted to the cases. What is measured is kept, so that an interrupted run goes on where it stopped; `--again`
 begins anew. `--operators CASE` shows, for a case on one worker, where prediction and measurement differ, by operator.
 docs/fidelity.md is written from the result.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
 import training
-from commandline import Only, run
+from campaigns import Rows
+from commandline import Again, Only, run
 from fidelity_report import calibrated, error, errors
 from measure import RESULTS, timed
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
 from processes import fresh, threads_of, workers
-from shapes import gpt2, llama
+from shapes import Fields, gpt2, llama, run_file
 
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
@@ -36,17 +36,17 @@ from hyper_parallel.compat import backend
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate import predict_run
 from hyper_parallel.estimate.run_inputs import micro_batch, model_of
-from hyper_parallel.graph import lower
+from hyper_parallel.graph import StepGraph, executable, lower
+from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.profile import Profiler
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import init_weights, parallelize
 from hyper_parallel.simulator import simulate
 from hyper_parallel.step.capture_train_step import batch_inputs, capture_step, state
-from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
+from hyper_parallel.step.recipe import Recipe
 
 CLUSTER = RESULTS / "fidelity-cluster.yaml"
-PARTIAL = RESULTS / "fidelity-partial.json"
 WARM, STEPS = 3, 12
 """Steps before the clock, and measured ones."""
 
@@ -55,11 +55,10 @@ WARM, STEPS = 3, 12
 class Case:
     """A run."""
 
-    model: dict[str, Any]
+    model: Fields
     sequence: int
     batch: int
-    axes: dict[str, int]
-    strategy: dict[str, Any]
+    strategy: Fields = field(default_factory=dict)
 
     @property
     def workers(self) -> int:
@@ -69,29 +68,16 @@ class Case:
     @property
     def run(self) -> RunConfig:
         """Its run file."""
-        given = {
-            "version": 1,
-            "out": "runs/fidelity",
-            "model": {"config": self.model},
-            "data": {"train": "python-stdlib", "sequence": self.sequence},
-            "train": {"batch": self.batch, "optimizer": {"name": "adamw", "lr": 1e-4}},
-            "strategy": {"axes": self.axes, **self.strategy},
-        }
-        return config.from_dict(given, source="fidelity")
+        train = {"batch": self.batch, "optimizer": {"name": "adamw", "lr": 1e-4}}
+        file = run_file(self.model, sequence=self.sequence, strategy=self.strategy, train=train)
+        return config.from_dict(file, source="fidelity")
 
 
-def _llama(hidden: int, layers: int, heads: int, *, tied: bool = False) -> dict[str, Any]:
+def _llama(hidden: int, layers: int, heads: int, *, tied: bool = False) -> Fields:
     return llama(hidden, layers, heads, positions=2048, tie_word_embeddings=tied)
 
 
-def _case(
-    model: dict[str, Any], length: int, batch: int, axes: dict[str, int] | None = None, **strategy: Any
-) -> Case:
-    return Case(model, length, batch, axes or {}, strategy)
-
-
-NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-GPT2 = gpt2(384, 6, 6, vocabulary=4096, positions=512, **NO_DROPOUT)
+GPT2 = gpt2(384, 6, 6, vocabulary=4096, positions=512, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
 GEMMA = {
     "model_type": "gemma2", "vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
     "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64, "sliding_window": 128,
@@ -102,21 +88,21 @@ MIXTRAL = {
 }  # fmt: skip
 
 CASES = {
-    "llama, width 256, length 256, tied": _case(_llama(256, 6, 8, tied=True), 256, 8),
-    "llama, width 512, length 512": _case(_llama(512, 8, 8), 512, 4),
-    "llama, width 768, length 256": _case(_llama(768, 6, 12), 256, 4),
-    "llama, width 1024, length 128": _case(_llama(1024, 4, 16), 128, 8),
-    "llama, width 256, length 1024": _case(_llama(256, 6, 8), 1024, 2),
-    "gpt2, width 384": _case(GPT2, 256, 8),
-    "gemma2, width 384": _case(GEMMA, 256, 4),
-    "mixtral, 8 experts": _case(MIXTRAL, 256, 4),
-    "llama, 4 workers, shard 4": _case(_llama(512, 6, 8), 256, 8, {"shard": 4}),
-    "llama, 4 workers, shard 2 · tensor 2": _case(
-        _llama(512, 6, 8), 256, 8, {"shard": 2, "tensor": 2}, sequence=True
+    "llama, width 256, length 256, tied": Case(_llama(256, 6, 8, tied=True), 256, 8),
+    "llama, width 512, length 512": Case(_llama(512, 8, 8), 512, 4),
+    "llama, width 768, length 256": Case(_llama(768, 6, 12), 256, 4),
+    "llama, width 1024, length 128": Case(_llama(1024, 4, 16), 128, 8),
+    "llama, width 256, length 1024": Case(_llama(256, 6, 8), 1024, 2),
+    "gpt2, width 384": Case(GPT2, 256, 8),
+    "gemma2, width 384": Case(GEMMA, 256, 4),
+    "mixtral, 8 experts": Case(MIXTRAL, 256, 4),
+    "llama, 4 workers, shard 4": Case(_llama(512, 6, 8), 256, 8, {"axes": {"shard": 4}}),
+    "llama, 4 workers, shard 2 · tensor 2": Case(
+        _llama(512, 6, 8), 256, 8, {"axes": {"shard": 2, "tensor": 2}, "sequence": True}
     ),
-    "llama, 4 workers, tensor 4": _case(_llama(512, 6, 8), 256, 8, {"tensor": 4}),
-    "llama, 4 workers, context 4": _case(_llama(512, 6, 8), 512, 4, {"context": 4}),
-    "mixtral, 4 workers, expert 4": _case(MIXTRAL, 256, 8, {"shard": 4, "expert": 4}),
+    "llama, 4 workers, tensor 4": Case(_llama(512, 6, 8), 256, 8, {"axes": {"tensor": 4}}),
+    "llama, 4 workers, context 4": Case(_llama(512, 6, 8), 512, 4, {"axes": {"context": 4}}),
+    "mixtral, 4 workers, expert 4": Case(MIXTRAL, 256, 8, {"axes": {"shard": 4, "expert": 4}}),
 }
 
 
@@ -134,16 +120,15 @@ def measure(case: Case) -> list[float]:
 def worker(rank: int, world: int, case: Case) -> list[float]:
     """Seconds of each step, on one of the workers."""
     torch.set_num_threads(threads_of(world))
-    step = _prepared(case, rank)[1]
+    graph, stepping = _prepared(case, rank)
+    step = stepping(executable(graph))
     for _ in range(WARM):
         step()
     return [timed(step, world) for _ in range(STEPS)]
 
 
-def _prepared(case: Case, rank: int = 0, *, profiled: bool = False) -> tuple[Any, Any]:
-    """The executable, or its profiler, of a case, and what runs one step of it."""
-    from hyper_parallel.graph import executable
-
+def _prepared(case: Case, rank: int = 0) -> tuple[StepGraph, Callable[[Any], Callable[[], None]]]:
+    """The step of a case, and what makes of its executable, or profiler, a function that runs the next step."""
     given = case.run
     strategy = given.effective_strategy
     model = model_of(given, [])
@@ -152,31 +137,17 @@ def _prepared(case: Case, rank: int = 0, *, profiled: bool = False) -> tuple[Any
     recipe = Recipe.of(given, model)
     rows, length = micro_batch(given), given.data.sequence
     step = rewritten(capture_step(recipe, training.shape_of(rows, length)), passes(strategy))
-    ran: Any = Profiler(step, backend("cpu").Clock(), _balanced(step)) if profiled else executable(step)
     held = {name: tensor.detach() for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()}
-    micro = training.micro_batch(rows, length, 4096, seed=rank)
-    tokens = torch.tensor(float(given.train.batch * length))
-    count = 0
+    micro = [training.micro_batch(rows, length, 4096, seed=rank)]
+    tokens, one = torch.tensor(float(given.train.batch * length)), torch.ones((), dtype=torch.float64)
 
-    def host(point: str, values: Any) -> torch.Tensor | None:
-        if point == "load":
-            return torch.zeros(CONTROL_VECTOR)
-        values[0].tolist()
-        return None
+    def stepping(ran: Any) -> Callable[[], None]:
+        numbers = itertools.count()
+        return lambda: ran.run(
+            {**held, **batch_inputs(micro, torch.tensor(next(numbers)), tokens, one)}, training.silent_host
+        )
 
-    def one() -> None:
-        nonlocal count
-        inputs = batch_inputs([micro], torch.tensor(count), tokens, torch.tensor(1.0, dtype=torch.float64))
-        ran.run({**held, **inputs}, host)
-        count += 1
-
-    return ran, one
-
-
-def _balanced(step: Any) -> dict[Any, int]:
-    from hyper_parallel.graph.dynamic_sizes import balanced_sizes
-
-    return balanced_sizes(step)
+    return step, stepping
 
 
 # Operators
@@ -184,15 +155,16 @@ def _balanced(step: Any) -> dict[Any, int]:
 
 def by_operator(name: str, cluster: Cluster) -> None:
     """Print where a case's prediction and measurement differ."""
-    case = CASES[name]
-    profiler, step = _prepared(case, profiled=True)
+    graph, stepping = _prepared(CASES[name])
+    profiler = Profiler(graph, backend("cpu").Clock(), balanced_sizes(graph))
+    step = stepping(profiler)
     for _ in range(WARM):
         step()
     profiler._runs.clear()
     for _ in range(STEPS):
         step()
     measured = profiler.timeline(device="here")
-    trace = lower({"all": profiler._step}, sizes=_balanced(profiler._step))
+    trace = lower({"all": graph}, sizes=balanced_sizes(graph))
     predicted = simulate(trace, cluster.for_workers(1), masking=False)
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for ours, theirs in zip(predicted.spans, measured.spans, strict=True):
@@ -210,13 +182,6 @@ def by_operator(name: str, cluster: Cluster) -> None:
 
 
 # The whole
-
-
-def _here(given: str) -> Cluster:
-    """This machine, as an interrupted run has measured it."""
-    if given:
-        CLUSTER.write_text(Path(given).read_text())
-    return calibrated(4, CLUSTER, str(CLUSTER) if CLUSTER.exists() else None)
 
 
 def _rates(cluster: Cluster) -> dict[str, dict[str, Any]]:
@@ -242,69 +207,70 @@ def _spread(one: Mapping[str, Any]) -> float:
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The part of docs/fidelity.md."""
     where = result["machine"]
-    for count, found in result["errors"].items():
-        yield (
-            f"{count} worker{'s' * (count != '1')}: mean absolute error {found['mean']:.1%}, "
-            f"worst {found['worst']:.1%} of {found['cases']:.0f} cases."
-        )
-    yield ""
-    yield (
-        f"Measured on {where['cpu']}, {where['cores']} cores, PyTorch {where['torch']}. Milliseconds a step; spread "
-        "is the"
-    )
-    yield "distance between the quartiles of the measured steps, as a share of their median."
-    yield ""
 
     def row(name: str, one: Mapping[str, Any]) -> Iterator[str]:
         yield name
         yield from (f"{one[which] * 1e3:.1f}" for which in ("predicted", "measured"))
         yield from (f"{_spread(one):.0%}", f"{error(one):+.1%}")
 
-    yield from table(
-        "Case | predicted | measured | spread | error",
-        (tuple(row(name, one)) for name, one in result["cases"].items()),
+    return spaced(
+        (
+            f"{count} worker{'s' * (count != '1')}: mean absolute error {found['mean']:.1%}, "
+            f"worst {found['worst']:.1%} of {found['cases']:.0f} cases."
+            for count, found in result["errors"].items()
+        ),
+        f"Measured on {where['cpu']}, {where['cores']} cores, PyTorch {where['torch']}. Milliseconds a step; spread "
+        "is the\ndistance between the quartiles of the measured steps, as a share of their median.",
+        table(
+            "Case | predicted | measured | spread | error",
+            (tuple(row(name, one)) for name, one in result["cases"].items()),
+        ),
     )
 
 
-BENCHMARK = Benchmark("fidelity", {"fidelity.md": page})
+BENCHMARK = Benchmark("fidelity", {"fidelity.md": page}, key="cases")
 
 
 def main(
     cluster: Annotated[str, "an earlier calibration of this machine"] = "",
-    again: Annotated[bool, "forget what was measured before"] = False,
+    again: Again = False,
     only: Only = "",
     operators: Annotated[str, "show the differences by operator of the case that has this in its name"] = "",
 ) -> None:
     """Measure what is not measured yet, and write the result and the page."""
-    if again:
-        CLUSTER.unlink(missing_ok=True)
-        PARTIAL.unlink(missing_ok=True)
-    here = _here(cluster)
+    # Cases that were measured beside another calibration are forgotten.
+    again = again or not (cluster or CLUSTER.exists())
+    here = calibrated(4, CLUSTER, cluster or (None if again else str(CLUSTER)))
     if operators:
         by_operator(next(name for name in CASES if operators in name), here)
         return
-    done: dict[str, Any] = json.loads(PARTIAL.read_text()) if PARTIAL.exists() else {}
+
+    def summary(rows: Mapping[str, Any]) -> dict[str, Any]:
+        counts = sorted({one["workers"] for one in rows.values()})
+        told = {str(n): errors(one for one in rows.values() if one["workers"] == n) for n in counts}
+        return {"errors": told, "device": _rates(here)}
+
+    result = Rows(BENCHMARK, again, summary)
     for name, case in CASES.items():
         if only not in name:
             continue
-        if name not in done:
+        if name not in result.rows:
             times = measure(case)
-            done[name] = {"workers": case.workers, "measured": statistics.median(times), "steps": times}
-            PARTIAL.write_text(json.dumps(done))
+            result.rows[name] = {
+                "workers": case.workers,
+                "measured": statistics.median(times),
+                "steps": times,
+            }
         # Predicted anew: it is quick, and the cost model may have changed.
-        one = done[name]
+        one = result.rows[name]
         one["predicted"] = predict_run(case.run, here.for_workers(case.workers)).timeline.step
+        if not only:
+            result.write()
         print(
             f"{name:40} predicted {one['predicted'] * 1e3:8.1f} ms  measured {one['measured'] * 1e3:8.1f} ms "
             f"(spread {_spread(one):4.0%})  error {error(one):+6.1%}",
             flush=True,
         )
-    if only:
-        return
-    summary = {str(n): errors(one for one in done.values() if one["workers"] == n) for n in (1, 4)}
-    BENCHMARK.keep({"cases": done, "errors": summary, "device": _rates(here)})
-    PARTIAL.unlink(missing_ok=True)
-    CLUSTER.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

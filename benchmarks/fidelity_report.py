@@ -14,11 +14,11 @@ from hyper_parallel.calibrate import Settings, calibrate
 from hyper_parallel.cluster import Cluster
 
 
-def calibrated(workers: int, keep: Path, given: str | None = None, level: str = "full") -> Cluster:
+def calibrated(workers: int, keep: Path, given: str | None = None) -> Cluster:
     """This machine: an earlier measurement that is given, or one that is made and kept (no model is run)."""
     if given is not None:
         return Cluster.load(Path(given))
-    settings = Settings(workers=workers, level=level, folder=RESULTS)
+    settings = Settings(workers=workers, folder=RESULTS)
     cluster = calibrate(settings, lambda said: print(said, file=sys.stderr, flush=True))
     cluster.dump(keep)
     return cluster

@@ -4,12 +4,12 @@ Capture, passes and executables of one rank's step, on a simulated process group
 device: what every rank of `train` does before its first step, but for the values. A row is measured in processes, once
 cold, with an empty cache of captured steps, and once cached. Seconds are of the process's processors, the fewest of
 `--repeats` processes, since what else runs on the machine makes them more; memory is what the resident set has grown by
-at most. The order of collectives is planned for the row's cluster. `--layers` gives models fewer or more layers, which
-shows the growth with distinct work. `--whole` writes the step out as one graph of all micro-batches, as for a profile.
+at most. The order of collectives is planned for the row's cluster.
 """
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -19,42 +19,31 @@ from typing import Annotated, Any
 from commandline import run
 from pages import Benchmark, table
 from processes import fresh, scratch
-from shapes import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, LLAMA_405B, MIXTRAL_8X22B, Fields, with_layers
+from shapes import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B, LLAMA_405B, MIXTRAL_8X22B, Fields
 
 COUNTS = (1, 4, 16, 64)
+
+
+def _on(cluster: str, *, sequence: bool = True) -> Fields:
+    return {"sequence": sequence, "overlap": {"cluster": cluster}}
+
+
 MODELS: dict[str, tuple[Fields, Fields]] = {
-    "llama-3-8b": (LLAMA_8B, {"axes": {"shard": 8}, "overlap": {"cluster": "h100x8"}}),
-    "llama-3-70b": (
-        LLAMA_70B,
-        {"axes": {"shard": 8, "tensor": 8}, "sequence": True, "overlap": {"cluster": "h100x64"}},
-    ),
-    "llama-3-405b": (
-        LLAMA_405B,
-        {"axes": {"shard": 64, "tensor": 8}, "sequence": True, "overlap": {"cluster": "h100x512"}},
-    ),
+    "llama-3-8b": (LLAMA_8B, {"axes": {"shard": 8}, **_on("h100x8", sequence=False)}),
+    "llama-3-70b": (LLAMA_70B, {"axes": {"shard": 8, "tensor": 8}, **_on("h100x64")}),
+    "llama-3-405b": (LLAMA_405B, {"axes": {"shard": 64, "tensor": 8}, **_on("h100x512")}),
     "mixtral-8x22b": (
         {**MIXTRAL_8X22B, "max_position_embeddings": 131072},
-        {"axes": {"shard": 64, "expert": 8}, "overlap": {"cluster": "h100x64"}},
+        {"axes": {"shard": 64, "expert": 8}, **_on("h100x64", sequence=False)},
     ),
-    "deepseek-v3": (
-        DEEPSEEK_V3,
-        {
-            "axes": {"shard": 256, "tensor": 8, "expert": 64},
-            "sequence": True,
-            "overlap": {"cluster": "h800x2048"},
-        },
-    ),
+    "deepseek-v3": (DEEPSEEK_V3, {"axes": {"shard": 256, "tensor": 8, "expert": 64}, **_on("h800x2048")}),
 }
 """Name to the model's config and its strategy."""
-KEYS = ("model", "layers", "schedule", "micro_batches")
-"""What tells rows apart."""
 SCHEDULES = ("overlap", "usual")
 """Of collectives: simulated on the cluster, or FSDP's, as where nothing is known of the device."""
 
 
-def measured(
-    name: str, layers: int | None, count: int, schedule: str, whole: bool, cache: Path
-) -> dict[str, Any]:
+def measured(name: str, count: int, schedule: str, cache: Path) -> dict[str, Any]:
     """One step's way to its executables, in this process."""
     import torch
     from training import shape_of
@@ -77,14 +66,13 @@ def measured(
     strategy = Strategy.model_validate({"version": 1, "check": False, **declared})
     with fake_ranks(strategy.axes.world, 0):
         with torch.device("meta"):
-            config = AutoConfig.for_model(**with_layers(fields, layers))
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
         began = time.process_time()
         parallelize(model, strategy, lowering="traceable")
         parallel = time.process_time() - began
         optimizer, rate = build_optimizer(model, AdamWConfig()), schedule_of(ScheduleConfig(), 1)
         recipe = Recipe(model, sharded(model), optimizer, rate, loss=LossConfig())
-        graphs = Graphs(recipe, "cpu", whole=whole, store=GraphStore(cache))
+        graphs = Graphs(recipe, "cpu", store=GraphStore(cache))
         before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         shape = shape_of(1, 1024, count)
         graphs.stored(shape)
@@ -106,13 +94,13 @@ def measured(
     }
 
 
-def row_of(repeats: int, name: str, *step: Any) -> dict[str, Any]:
+def row_of(repeats: int, *step: Any) -> dict[str, Any]:
     """Cold and cached, the fewest seconds of each."""
     found: dict[str, dict[str, Any]] = {}
     for _ in range(repeats):
         with scratch() as cache:
             for state in ("cold", "cached"):
-                row = fresh(measured, name, *step, cache)
+                row = fresh(measured, *step, cache)
                 found[state] = min(row, found.get(state, row), key=lambda one: one["cpu_seconds"])
     cached = {f"cached_{key}": found["cached"][key] for key in ("cpu_seconds", "memory_bytes")}
     return {**found["cold"], **cached}
@@ -135,26 +123,23 @@ BENCHMARK = Benchmark("first_step", {"first-step.md": page})
 
 def main(
     models: Annotated[tuple[str, ...], tuple(MODELS)] = tuple(MODELS),
-    layers: Annotated[int | None, "of every model; its own when left out. No page is written"] = None,
     schedule: Annotated[str, SCHEDULES] = "overlap",
-    whole: bool = False,
     counts: tuple[int, ...] = COUNTS,
     repeats: int = 2,
 ) -> None:
     """Measure each row in processes of its own."""
-    benchmark = Benchmark(BENCHMARK.name, {} if layers else BENCHMARK.pages)
-    if whole:
-        benchmark = Benchmark("first_step_whole")
-    rows = benchmark.kept().get("rows", [])
-    for name in models:
-        for count in counts:
-            made = row_of(repeats, name, layers, count, schedule, whole)
-            print(made, flush=True)
-            # In the place of the row that was measured before.
-            rows = [one for one in rows if any(one.get(key) != made[key] for key in KEYS)]
-            rows = sorted([*rows, made], key=lambda one: [one[key] for key in KEYS])
-            # After each row: a run that is stopped has measured what it has measured.
-            benchmark.keep({"rows": rows})
+    rows = {_key(row): row for row in BENCHMARK.kept().get("rows", [])}
+    for name, count in itertools.product(models, counts):
+        made = row_of(repeats, name, count, schedule)
+        print(made, flush=True)
+        rows[_key(made)] = made
+        # After each row: a run that is stopped has measured what it has measured.
+        BENCHMARK.keep({"rows": [rows[key] for key in sorted(rows)]})
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells rows apart."""
+    return row["model"], row["schedule"], row["micro_batches"]
 
 
 if __name__ == "__main__":

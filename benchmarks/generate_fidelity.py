@@ -26,11 +26,9 @@ from unittest import mock
 import torch
 from commandline import run
 from fidelity_report import calibrated, error, errors
-from measure import RESULTS, load, machine
-from pages import Benchmark, table
-from shapes import llama, random_prompts
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from measure import RESULTS, load
+from pages import Benchmark, spaced, table
+from shapes import llama, new_model, random_prompts
 
 from hyper_parallel import Generator
 from hyper_parallel.cluster import Cluster
@@ -71,26 +69,6 @@ CASES = (
 )
 
 
-def model_of(name: str, device: str = "cpu") -> nn.Module:
-    """A Llama that no token ends."""
-    config = AutoConfig.for_model(**MODELS[name], eos_token_id=None)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval()
-
-
-def predicted(name: str, case: Case, cluster: Cluster) -> dict[str, Any]:
-    """Seconds of passes by composition, and of the batch."""
-    model = model_of(name, "meta")
-    pricer = PassPricer(
-        captured_pass(model, in_dtype(Strategy(version=1, check=False), model), name), cluster
-    )
-    work = GenerationWorkload(requests=case.requests, prompt_tokens=case.prompt, answer_tokens=case.answer)
-    simulated = simulate_run(pricer, work, Inference(**case.settings))
-    return {"seconds": simulated.seconds, "passes": simulated.passes, "pricer": pricer}
-
-
 @contextlib.contextmanager
 def timed_passes() -> Iterator[dict[Any, list[float]]]:
     """Inside, seconds of the engine's passes are taken, by their composition."""
@@ -118,10 +96,14 @@ def measured(generator: Generator, case: Case, seed: int) -> tuple[float, dict[A
     return seconds, passes
 
 
-def rows_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, Any]:
+def row_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, Any]:
     """A case: predicted and measured."""
-    told = predicted(name, case, cluster)
-    generator = Generator(model_of(name), page=case.settings["page"], rows=case.settings["rows"])
+    meta = new_model(MODELS[name], scale=1.0, device="meta")
+    pricer = PassPricer(captured_pass(meta, in_dtype(Strategy(version=1, check=False), meta), name), cluster)
+    work = GenerationWorkload(requests=case.requests, prompt_tokens=case.prompt, answer_tokens=case.answer)
+    told = simulate_run(pricer, work, Inference(**case.settings))
+    model = new_model(MODELS[name], scale=1.0)
+    generator = Generator(model, page=case.settings["page"], rows=case.settings["rows"])
     measured(generator, case, 0)
     seconds: list[float] = []
     passes: dict[Any, list[float]] = defaultdict(list)
@@ -130,30 +112,29 @@ def rows_of(name: str, case: Case, cluster: Cluster, rounds: int) -> dict[str, A
         seconds.append(one)
         for key, values in taken.items():
             passes[key] += values
-    kinds: dict[str, list[tuple[float, float]]] = {"prompts": [], "answers": []}
+    kinds = defaultdict[str, list[tuple[float, float]]](list)
     for key, values in passes.items():
-        pass_load = PassLoad.of([Piece(*piece) for piece in key], len(key))
-        single = all(count == 1 for count, _ in key)
-        if single or not any(count == 1 for count, _ in key):
-            cost = told["pricer"].price(pass_load)
-            kinds["answers" if single else "prompts"].append((cost.seconds, statistics.median(values)))
-    tokens, own = case.requests * case.answer, statistics.median(seconds)
-    found: dict[str, Any] = {
+        single = {count == 1 for count, _ in key}
+        if len(single) == 1:  # passes of both kinds are not compared
+            cost = pricer.price(PassLoad.of([Piece(*piece) for piece in key], len(key)))
+            kinds["answers" if True in single else "prompts"].append(
+                (cost.seconds, statistics.median(values))
+            )
+
+    def both(predicted: float, measured: float) -> dict[str, float]:
+        return {"predicted": predicted, "measured": measured}
+
+    tokens = case.requests * case.answer
+    return {
         "model": name,
         "requests": case.requests,
         "prompt": case.prompt,
         "answer": case.answer,
         **case.settings,
-        "tokens_per_second": {"predicted": tokens / told["seconds"], "measured": tokens / own},
-        "passes": {"predicted": told["passes"], "measured": sum(map(len, passes.values())) / rounds},
+        "tokens_per_second": both(tokens / told.seconds, tokens / statistics.median(seconds)),
+        "passes": both(told.passes, sum(map(len, passes.values())) / rounds),
+        **{kind: both(*map(statistics.mean, zip(*pairs, strict=True))) for kind, pairs in kinds.items()},
     }
-    for kind, pairs in kinds.items():
-        if pairs:
-            found[kind] = {
-                "predicted": statistics.mean(one for one, _ in pairs),
-                "measured": statistics.mean(other for _, other in pairs),
-            }
-    return found
 
 
 KINDS = {
@@ -168,13 +149,6 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
     rows, where = result["rows"], result["machine"]
     off = {kind: errors(one[kind] for one in rows if kind in one) for kind in KINDS}
     told = (f"{KINDS[kind]} {one['mean']:.1%} (worst {one['worst']:.1%})" for kind, one in off.items())
-    yield f"Mean absolute error: {', '.join(told)}."
-    yield ""
-    yield (
-        f"Measured on {where['cpu']}, {where['cores']} cores, as many threads, PyTorch {where['torch']}. Milliseconds "
-        "of a pass."
-    )
-    yield ""
 
     def row(one: Mapping[str, Any]) -> Iterator[object]:
         yield from (one["model"], one["requests"], one["prompt"], one["answer"])
@@ -183,11 +157,16 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{one[kind][which] * scale:.1f}" for which in ("predicted", "measured"))
             yield f"{error(one[kind]):+.1%}"
 
-    yield from table(
-        "Llama | Requests | Prompt | Answer | Prompts' pass: predicted | measured | error | Answers' pass: "
-        "predicted | measured | error | Tokens/s: predicted | measured | error",
-        (tuple(row(one)) for one in rows),
-        "l" + "r" * 12,
+    return spaced(
+        f"Mean absolute error: {', '.join(told)}.",
+        f"Measured on {where['cpu']}, {where['cores']} cores, as many threads, PyTorch {where['torch']}. Milliseconds "
+        "of a pass.",
+        table(
+            "Llama | Requests | Prompt | Answer | Prompts' pass: predicted | measured | error | Answers' pass: "
+            "predicted | measured | error | Tokens/s: predicted | measured | error",
+            (tuple(row(one)) for one in rows),
+            "l" + "r" * 12,
+        ),
     )
 
 
@@ -195,21 +174,17 @@ BENCHMARK = Benchmark("generate_fidelity", {"inference-predictions.md": page})
 
 
 def main(
-    cluster: Annotated[str | None, "a cluster file of this machine"] = None,
-    rounds: int = ROUNDS,
-    quick: Annotated[bool, "print the first two cases; write nothing"] = False,
+    cluster: Annotated[str | None, "a cluster file of this machine"] = None, rounds: int = ROUNDS
 ) -> None:
     """Measure, predict, run and write."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    here = calibrated(1, CLUSTER, cluster, "quick" if quick else "full")
+    here = calibrated(1, CLUSTER, cluster)
     rows = []
     for name in MODELS:
-        for case in CASES[: 2 if quick else None]:
-            rows.append(rows_of(name, case, here, rounds))
+        for case in CASES:
+            rows.append(row_of(name, case, here, rounds))
             print(rows[-1], flush=True)
-    print(*page({"machine": machine(), "rows": rows}), sep="\n")
-    if not quick:
-        BENCHMARK.keep({"load": load(), "rows": rows})
+    BENCHMARK.keep({"load": load(), "rows": rows})
 
 
 if __name__ == "__main__":

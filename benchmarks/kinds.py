@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from commandline import run
 from pages import Benchmark
-from processes import scratch
-from shapes import Fields, llama
+from shapes import Fields, llama, run_file
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict
@@ -72,19 +71,12 @@ CLASSES = {
 """Parts of an estimate by class; `fixed`, the work of a step's host, is none of the simulator's."""
 
 
-def beside(name: str, folder: str, adapter: Any = None) -> dict[str, tuple[float, float]]:
+def beside(name: str, adapter: Any = None) -> dict[str, tuple[float, float]]:
     """Seconds by class and in all (`step`): simulated, and estimated without the step's fixed part."""
-    config = from_dict(
-        {
-            "version": 1,
-            "out": folder,
-            "model": {"config": MODELS[name], "adapter": adapter},
-            "data": {"train": "python-stdlib", "sequence": 1024, "tokenizer": {"vocab_size": 300}},
-            "train": {"batch": 4},
-            "strategy": {"axes": {}, "precision": {"param": "bfloat16", "compute": "bfloat16"}},
-        },
-        source="kinds",
-    )
+    precision = {"param": "bfloat16", "compute": "bfloat16"}
+    file = run_file(MODELS[name], sequence=1024, train={"batch": 4}, strategy={"precision": precision})
+    file["model"]["adapter"] = adapter
+    config = from_dict(file, source="kinds")
     cluster = Cluster.named("h100x1")
     predicted = predict_run(config, cluster)
     table = Table.of(workload_of(config), cluster, profile("hyper-parallel"), micro=4.0)
@@ -127,13 +119,12 @@ def main() -> None:
     """Compare, keep."""
     cases = [(name, None) for name in MODELS] + [("llama", {"rank": 16}), ("llama, narrow", {"rank": 16})]
     compared = []
-    with scratch() as folder:
-        for name, adapter in cases:
-            classes = {
-                kind: {"simulated_ms": round(one * 1e3, 3), "estimated_ms": round(other * 1e3, 3)}
-                for kind, (one, other) in beside(name, str(folder), adapter).items()
-            }
-            compared.append({"model": name, "adapter": adapter, "classes": classes})
+    for name, adapter in cases:
+        classes = {
+            kind: {"simulated_ms": round(one * 1e3, 3), "estimated_ms": round(other * 1e3, 3)}
+            for kind, (one, other) in beside(name, adapter).items()
+        }
+        compared.append({"model": name, "adapter": adapter, "classes": classes})
     BENCHMARK.keep({"preset": "h100x1", "compared": compared, "published": published()})
 
 

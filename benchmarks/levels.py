@@ -8,11 +8,11 @@ which every link is slow. Nothing is timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from commandline import run
-from pages import Benchmark, table
+from pages import Benchmark
 
 from hyper_parallel.cluster import Cluster, crossing
 from hyper_parallel.compat import collectives
@@ -26,11 +26,7 @@ Move = Callable[[Axis, torch.Tensor], torch.Tensor]
 ByLevel = dict[str, dict[str, dict[str, float]]]
 
 BENCHMARK = Benchmark("levels")
-MACHINES = (
-    (16, Cluster(node=8)),
-    (64, Cluster(node=8)),
-    (64, Cluster(node=4, supernode=16)),
-)
+MACHINES = ((16, Cluster(node=8)), (64, Cluster(node=8)), (64, Cluster(node=4, supernode=16)))
 # By kind: whether a rank gives a chunk for each rank of the group, or one in all; and the call.
 KINDS: dict[str, tuple[bool, Move]] = {
     "all-reduce": (True, lambda axis, x: axis.reduce(x)),
@@ -48,15 +44,13 @@ def measure(world: int, cluster: Cluster, kind: str) -> ByLevel:
     with simulated_ranks(world):
         mesh = Mesh.of(Strategy(axes={"shard": world}))
         x = per_rank(lambda rank: torch.arange(rows, dtype=torch.float32).view(-1, 1) % 7 + rank)
-        found = {}
-        for name, known in (("levels", cluster), ("flat", None)):
+        found = []
+        for known in (cluster, None):
             axis = ProcessMesh.of(mesh, known)["shard"]
             with collectives.counting() as counted:
-                found[name] = (each_rank(move(axis, x)), counted)
-        assert all(
-            torch.equal(piece, found["flat"][0][rank]) for rank, piece in found["levels"][0].items()
-        ), kind
-    levels, flat = found["levels"][1], found["flat"][1]
+                found.append((each_rank(move(axis, x)), counted))
+        (by_level, levels), (at_once, flat) = found
+        assert all(torch.equal(piece, at_once[rank]) for rank, piece in by_level.items()), kind
     chunk = 32 * 4
     result: ByLevel = {}
     for level in cluster.levels[:-1]:
@@ -79,23 +73,11 @@ def name_of(world: int, cluster: Cluster) -> str:
 
 
 def main() -> None:
-    """Count, print, keep."""
+    """Count, keep."""
     cases = {
         name_of(world, cluster): {kind: measure(world, cluster, kind) for kind in KINDS}
         for world, cluster in MACHINES
     }
-
-    def rows() -> Iterator[list[str]]:
-        for machine, kinds in cases.items():
-            for kind, by_level in kinds.items():
-                for level, row in by_level.items():
-                    messages = row["messages"]
-                    figures = [*row["chunks"].values(), messages["levels"], messages["flat"]]
-                    yield [machine, kind, level, *(f"{figure:g}" for figure in figures)]
-
-    print("Chunks (a rank's share of the whole) and messages that leave for each device:\n")
-    columns = "machine|collective|out of a|chunks: levels|flat ring|worst ring|messages: levels|flat"
-    print(*table(columns, rows()), sep="\n")
     BENCHMARK.keep({"cases": cases})
 
 

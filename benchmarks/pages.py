@@ -65,11 +65,19 @@ def table(header: str, rows: Iterable[Sequence[object] | str], align: str = "") 
     """A table in Markdown. `header`: the titles, with ``|`` between them, of which some may be empty; `align`: ``l`` or
     ``r`` for each column, left where it ends; a row is its cells, or the whole line."""
     titles = [title.strip() for title in header.split("|")]
-    yield f"| {' | '.join(titles)} |".replace("|  |", "| |")
+    yield f"|{'|'.join(f' {title} ' if title else ' ' for title in titles)}|"
     sides = align.ljust(len(titles), "l")
     yield "|" + "".join("--:|" if side == "r" else "---|" for side in sides[: len(titles)])
     for row in rows:
         yield row if isinstance(row, str) else f"| {' | '.join(map(str, row))} |"
+
+
+def spaced(*parts: str | Iterable[str]) -> Iterator[str]:
+    """Paragraphs, and tables or lists as their lines, with an empty line between two of them."""
+    for place, part in enumerate(parts):
+        if place:
+            yield ""
+        yield from [part] if isinstance(part, str) else part
 
 
 def put(page: Path, script: str, lines: Iterable[str]) -> None:

@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from commandline import run
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner import format
+from hyper_parallel.planner.metrics import figures
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.search import answer
+from hyper_parallel.planner.simplest import TIE, simplest
+from hyper_parallel.planner.simulated_links import constants_for
+from hyper_parallel.workload.published import shape
+from hyper_parallel.workload.workload import Workload
 
 LENGTH = 8192
 BATCH = {8: 128, 64: 512, 512: 2048}
@@ -46,17 +56,14 @@ class Practice:
     fix: Mapping[str, Any]
 
 
-def _degrees(
-    tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1, **more: Any
-) -> dict[str, Any]:
+def _degrees(**stated: Any) -> dict[str, Any]:
     """All that a source's degrees fix; ranks beside them see different data."""
-    own = {"tensor_x": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-    return {**own, "tensor_y": 1, "micro": 1, **more}
+    return {**dict.fromkeys(("tensor_x", "pipeline", "context", "expert", "tensor_y", "micro"), 1), **stated}
 
 
 LLAMA_8B = _degrees(context=2)
 FSDP_8B = _degrees(recompute="selective", zero=3)
-LLAMA_70B = _degrees(tensor=4, pipeline=4, context=2, schedule=("1f1b", "interleaved"))
+LLAMA_70B = _degrees(tensor_x=4, pipeline=4, context=2, schedule=("1f1b", "interleaved"))
 FSDP_70B = _degrees(recompute="full", recomputed=1.0, zero=3)
 MIXTRAL = _degrees(pipeline=4, expert=8, schedule=("1f1b", "interleaved"))
 PRACTICE = (
@@ -74,7 +81,7 @@ PRACTICE = (
     Practice("mixtral-8x7b", 512, CORE_MOE, "64 H100: pipeline 4, expert 8, tensor 1", MIXTRAL),
     Practice(
         "qwen3-30b-a3b", 8, BRIDGE_QWEN_8, "8 H100: tensor 4, pipeline 2, expert 4",
-        _degrees(tensor=4, pipeline=2, expert=4, schedule=("1f1b", "interleaved")),
+        _degrees(tensor_x=4, pipeline=2, expert=4, schedule=("1f1b", "interleaved")),
     ),
     Practice("qwen3-30b-a3b", 64, BRIDGE_QWEN, "16 H100: expert 16; 64: a larger batch", _degrees(expert=16)),
     Practice("qwen3-30b-a3b", 512, BRIDGE_QWEN, "16 H100: expert 16; 64: a larger batch", _degrees(expert=16)),
@@ -84,88 +91,80 @@ FILLED = ("state_on_host", "activations_on_host", "weights_on_host")
 """Practice has nothing on the host where it fits without."""
 
 
-def one(practice: Practice) -> dict[str, Any]:
-    """Both strategies of a case, as plain data."""
-    from hyper_parallel.cluster import Cluster
-    from hyper_parallel.planner import format
-    from hyper_parallel.planner.metrics import figures
-    from hyper_parallel.planner.query import Question
-    from hyper_parallel.planner.search import answer
-    from hyper_parallel.planner.simplest import TIE, simplest
-    from hyper_parallel.planner.simulated_links import constants_for
-    from hyper_parallel.workload.published import shape
-    from hyper_parallel.workload.workload import Workload
+def told(found: Any) -> dict[str, Any]:
+    """A strategy with its estimate, as plain data."""
+    own = figures(found.table, found.estimate)[0]
+    return {
+        "axes": format.axes(own.strategy),
+        "settings": format.settings(own.strategy),
+        "seconds": own.seconds,
+        "between": list(own.between),
+        "peak": own.peak,
+        "on_host": own.on_host,
+    }
 
+
+def one(practice: Practice) -> dict[str, Any]:
+    """Both strategies of a case."""
     asked = Question(
         workload=Workload(shape(practice.model), BATCH[practice.devices], LENGTH),
         cluster=Cluster.named(f"h100x{practice.devices}"),
         tie=TIE,
     )
     constants = constants_for(asked.profile, asked.cluster)
-
-    def told(found: Any) -> dict[str, Any]:
-        own = figures(found.table, found.estimate)[0]
-        return {
-            "axes": format.axes(own.strategy),
-            "settings": format.settings(own.strategy),
-            "seconds": own.seconds,
-            "between": list(own.between),
-            "peak": own.peak,
-            "on_host": own.on_host,
-        }
-
     fixed = replace(asked, tie=0.0, top=1, fix=practice.fix)
     stays = replace(fixed, fix={**practice.fix, **dict.fromkeys(FILLED, 0.0)})
     theirs = answer(stays, constants).best or answer(fixed, constants).best
-    ours = simplest(asked, constants)[0].best[0]
     return {
         "model": practice.model,
         "devices": practice.devices,
         "batch": BATCH[practice.devices],
         "source": practice.source,
         "stated": practice.stated,
-        "planner": told(ours),
+        "planner": told(simplest(asked, constants)[0].best[0]),
         "practice": told(theirs[0]) if theirs else None,
     }
 
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """The tables of docs/plan-practice.md."""
-    shorter = longer = same = none = within = 0
-    rows = []
-    for row in result["rows"]:
-        ours, theirs = row["planner"], row["practice"]
-        name, stated = f"{row['model']}, {row['devices']}", f"{row['stated']} [{_number(row['source'])}]"
-        if theirs is None:
-            none += 1
-            rows.append(f"| {name} | {_strategy(ours)} | {stated} | {_seconds(ours)} | does not fit | | |")
-            continue
-        ratio = theirs["seconds"] / ours["seconds"] - 1
-        low = theirs["between"][0] / ours["between"][1] - 1
-        high = theirs["between"][1] / ours["between"][0] - 1
-        times = f"{_seconds(ours)} | {_seconds(theirs)} | {_share(ratio)} | {_share(low)} to {_share(high)}"
-        rows.append(f"| {name} | {_strategy(ours)} | {stated}: {_strategy(theirs)} | {times} |")
-        tie = abs(ratio) <= result["tie"]
-        same, longer, shorter = (
-            same + tie,
-            longer + (not tie and ratio > 0),
-            shorter + (not tie and ratio <= 0),
-        )
-        within += abs(ratio) <= 0.15
-    yield from table(
-        "Model, devices | Planner's first answer | Practice | Planner's step | Practice's step | Difference | Its "
-        "interval",
-        rows,
-        "lllrrrr",
+    rows, differences = result["rows"], [_differences(row) for row in result["rows"]]
+    ratios = [of_row[0] for of_row in differences if of_row]
+    apart = [ratio for ratio in ratios if abs(ratio) > result["tie"]]
+    shorter = sum(ratio <= 0 for ratio in apart)
+    return spaced(
+        table(
+            "Model, devices | Planner's first answer | Practice | Planner's step | Practice's step | Difference | Its "
+            "interval",
+            map(_line, rows, differences),
+            "lllrrrr",
+        ),
+        f"Of {len(rows)} choices of practice {len(ratios) - len(apart)} tie with the planner's first answer "
+        f"(within {result['tie']:.0%}), {shorter} are estimated shorter, {len(apart) - shorter} longer, and "
+        f"{len(rows) - len(ratios)} fit no device; {sum(abs(ratio) <= 0.15 for ratio in ratios)} are within 15%, which "
+        "the cost model does not order reliably. All figures are estimated.",
+        (f"{_number(name)}. [{name}]({address})" for name, address in SOURCES.items()),
     )
-    yield ""
-    yield (
-        f"Of {len(rows)} choices of practice {same} tie with the planner's first answer "
-        f"(within {result['tie']:.0%}), {shorter} are estimated shorter, {longer} longer, and {none} fit no "
-        f"device; {within} are within 15%, which the cost model does not order reliably. All figures are estimated."
-    )
-    yield ""
-    yield from (f"{_number(name)}. [{name}]({address})" for name, address in SOURCES.items())
+
+
+def _differences(row: Mapping[str, Any]) -> tuple[float, ...]:
+    """Practice's step over the planner's, less 1, and between what; nothing where it does not fit."""
+    ours, theirs = row["planner"], row["practice"]
+    if theirs is None:
+        return ()
+    (low, high), (least, most) = theirs["between"], ours["between"]
+    return theirs["seconds"] / ours["seconds"] - 1, low / most - 1, high / least - 1
+
+
+def _line(row: Mapping[str, Any], differences: tuple[float, ...]) -> str:
+    ours, theirs = row["planner"], row["practice"]
+    stated = f"{row['stated']} [{_number(row['source'])}]"
+    begun = f"| {row['model']}, {row['devices']} | {_strategy(ours)} | {stated}"
+    if not differences:
+        return f"{begun} | {ours['seconds']:.3g} s | does not fit | | |"
+    ratio, low, high = (f"{share:+.1%}".replace("-", "−") for share in differences)
+    times = f"{ours['seconds']:.3g} s | {theirs['seconds']:.3g} s"
+    return f"{begun}: {_strategy(theirs)} | {times} | {ratio} | {low} to {high} |"
 
 
 def _number(source: str) -> int:
@@ -176,21 +175,11 @@ def _strategy(told: Mapping[str, Any]) -> str:
     return f"`{told['axes']}` ({told['settings']})"
 
 
-def _seconds(told: Mapping[str, Any]) -> str:
-    return f"{told['seconds']:.3g} s"
-
-
-def _share(share: float) -> str:
-    return f"{share:+.1%}".replace("-", "−")
-
-
 BENCHMARK = Benchmark("plan_practice", {"plan-practice.md": lines})
 
 
 def main() -> None:
     """Every case."""
-    from hyper_parallel.planner.simplest import TIE
-
     rows = []
     for practice in PRACTICE:
         row = one(practice)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from commandline import run
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.codes import code
 from hyper_parallel.planner.constants import fitted
-from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.cost_model.step import Estimate, estimate
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.metrics import figures
 from hyper_parallel.planner.query import Question
@@ -90,13 +90,18 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "2D tensor": {},
 }
 """What may be used, by name; each has what those before it have."""
-
-
-DEGREES = {
-    *("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline"),
-    *("expert", "micro", "virtual"),
-}
+DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline", "expert", "micro", "virtual")
 """What is told of a strategy where it is not 1."""
+
+
+def best(**asked: Any) -> dict[str, Any]:
+    """The best strategy that the planner finds, and its estimate."""
+    found = answer(Question(top=1, **asked), fitted()).best[0]
+    return _told(found.table, found.estimate)
+
+
+def _told(table: Table, estimated: Estimate) -> dict[str, Any]:
+    return figures(table, estimated)[0].to_json()
 
 
 def theirs(team: Published) -> dict[str, Any]:
@@ -104,67 +109,59 @@ def theirs(team: Published) -> dict[str, Any]:
     work = Workload(shape(team.model), team.batch, team.sequence, team.precision)
     cluster, facts = Cluster.named(f"{team.cluster}x{team.devices}"), profile(team.framework)
     table = Table.of(work, cluster, facts, **team.spread, devices=team.devices)
-    (hand,) = figures(table, estimate(table, fitted()))
-
-    def best(fix: Mapping[str, Any]) -> Any:
-        asked = Question(workload=work, cluster=cluster, profile=facts, top=1, fix=fix)
-        found = answer(asked, fitted()).best[0]
-        return figures(found.table, found.estimate)[0].to_json()
-
+    asked = {"workload": work, "cluster": cluster, "profile": facts}
     return {
         "model": team.model,
         "cluster": team.cluster,
         "devices": team.devices,
         "source": team.source,
         "published": team.tokens,
-        "theirs": hand.to_json(),
-        "ours": best({}),
-        "ours_on_the_device": best({"state_on_host": 0, "activations_on_host": 0}),
+        "theirs": _told(table, estimate(table, fitted())),
+        "ours": best(**asked),
+        "ours_on_the_device": best(**asked, fix={"state_on_host": 0, "activations_on_host": 0}),
     }
 
 
 def dimensions(model: str, sequence: int, cluster: str) -> dict[str, Any]:
     """The best strategy of one of Hypertron's models without, and with, its dimensions."""
-    work = Workload(shape(model), DEVICES, sequence)
-    found = {}
-    for name, fix in DIMENSIONS.items():
-        asked = Question(workload=work, cluster=Cluster.named(f"{cluster}x{DEVICES}"), top=1, fix=fix)
-        best = answer(asked, fitted()).best[0]
-        (found[name],) = (one.to_json() for one in figures(best.table, best.estimate))
+    work, where = Workload(shape(model), DEVICES, sequence), Cluster.named(f"{cluster}x{DEVICES}")
+    found = {name: best(workload=work, cluster=where, fix=fix) for name, fix in DIMENSIONS.items()}
     return {"model": model, "cluster": cluster, "sequence": sequence, "best": found}
 
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """The tables of docs/plan-published.md."""
-    yield "Tokens/s per device. All figures except the published ones are estimated, with their 90% interval."
-    yield ""
-    rows = []
-    for one in result["runs"]:
-        published = f"{one['published']:,.0f}" if one["published"] else "not stated"
-        cells = [_cell(one[name]) for name in ("theirs", "ours", "ours_on_the_device")]
-        gain = one["theirs"]["step_time_s"] / one["ours"]["step_time_s"]
-        rows.append(
-            (f"{one['model']}, {one['devices']:,} × {one['cluster']}", published, *cells, f"{gain:.2f} ×")
-        )
-    yield from table("Run | published | theirs | ours | ours without the host | ours is", rows)
-    yield ""
-    yield "The strategies of that table:"
-    yield ""
-    for one in result["runs"]:
-        yield f"- {one['model']} ({one['source']}). Theirs: {_spread(one['theirs'])}. Ours: {_spread(one['ours'])}. "
-        yield f"  Without the host: {_spread(one['ours_on_the_device'])}."
-    yield ""
-    rows = []
-    for one in result["hypertron"]:
-        best = one["best"]
-        cells = [f"{best[name]['step_time_s']:.2f} s, MFU {best[name]['mfu']:.1%}" for name in DIMENSIONS]
-        gain = best["neither"]["step_time_s"] / best["2D tensor"]["step_time_s"]
-        told = f"{gain:.2f} ×", _spread(best["2D tensor"])
-        rows.append((f"{one['model']}, {one['cluster']}", *cells, *told))
-    yield from table(
-        "Model on 2,048 devices | neither | split of the sequence | and 2D tensor | all is | best with all",
-        rows,
+    return spaced(
+        "Tokens/s per device. All figures except the published ones are estimated, with their 90% interval.",
+        table(
+            "Run | published | theirs | ours | ours without the host | ours is", map(_of_team, result["runs"])
+        ),
+        "The strategies of that table:",
+        (line for one in result["runs"] for line in _strategies(one)),
+        table(
+            "Model on 2,048 devices | neither | split of the sequence | and 2D tensor | all is | best with all",
+            map(_of_dimensions, result["hypertron"]),
+        ),
     )
+
+
+def _of_team(one: Mapping[str, Any]) -> tuple[str, ...]:
+    published = f"{one['published']:,.0f}" if one["published"] else "not stated"
+    cells = (_cell(one[name]) for name in ("theirs", "ours", "ours_on_the_device"))
+    gain = one["theirs"]["step_time_s"] / one["ours"]["step_time_s"]
+    return f"{one['model']}, {one['devices']:,} × {one['cluster']}", published, *cells, f"{gain:.2f} ×"
+
+
+def _strategies(one: Mapping[str, Any]) -> Iterator[str]:
+    yield f"- {one['model']} ({one['source']}). Theirs: {_spread(one['theirs'])}. Ours: {_spread(one['ours'])}. "
+    yield f"  Without the host: {_spread(one['ours_on_the_device'])}."
+
+
+def _of_dimensions(one: Mapping[str, Any]) -> tuple[str, ...]:
+    best = one["best"]
+    cells = (f"{best[name]['step_time_s']:.2f} s, MFU {best[name]['mfu']:.1%}" for name in DIMENSIONS)
+    gain = best["neither"]["step_time_s"] / best["2D tensor"]["step_time_s"]
+    return f"{one['model']}, {one['cluster']}", *cells, f"{gain:.2f} ×", _spread(best["2D tensor"])
 
 
 def _cell(one: Mapping[str, Any]) -> str:
@@ -197,7 +194,6 @@ def main() -> None:
             for cluster in ("h100", "cloudmatrix384")
         ],
     }
-    print("\n".join(lines(result)))
     BENCHMARK.keep(result)
 
 

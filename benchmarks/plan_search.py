@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from commandline import run
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
 from processes import fresh
 
 CASES = [
@@ -54,16 +54,16 @@ def searched(case: Mapping[str, Any]) -> dict[str, Any]:
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """The table of docs/plan-search.md."""
-    cpu = result["machine"]["cpu"]
-    yield f"Measured {result['date']} on one core ({cpu}), the quickest of {result['runs']} runs."
-    yield ""
-    yield from table(
-        "Model | Devices | Strategies | Excluded by memory | by time | by `kept` | Estimated | CPU s | GiB | Gap",
-        (
-            f"| {row['model']} | {row['devices']:,} | {row['points']:,} | {row['pruned']['memory']:,} | "
-            f"{row['pruned']['time']:,} | {row['pruned']['kept']:,} | {row['estimated']:,} | "
-            f"{row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | {row['gap']:.0%} |"
-            for row in result["rows"]
+    return spaced(
+        f"Measured {result['date']} on one core ({result['machine']['cpu']}), the quickest of {result['runs']} runs.",
+        table(
+            "Model | Devices | Strategies | Excluded by memory | by time | by `kept` | Estimated | CPU s | GiB | Gap",
+            (
+                f"| {row['model']} | {row['devices']:,} | {row['points']:,} | {row['pruned']['memory']:,} | "
+                f"{row['pruned']['time']:,} | {row['pruned']['kept']:,} | {row['estimated']:,} | "
+                f"{row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | {row['gap']:.0%} |"
+                for row in result["rows"]
+            ),
         ),
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from commandline import run
 from measure import is_elsewhere
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
 
 from hyper_parallel.planner.constants import FITTED, Constants
 from hyper_parallel.planner.cost_model.memory import memory
@@ -38,6 +38,8 @@ from hyper_parallel.planner.table import Array, sum_of
 
 AXES = ("tensor_x", "pipeline", "context", "expert", "zero", "micro")
 WIDE = (0.85, 0.95)
+ALIKE = "of one batch and length too, so that only the strategy differs"
+COVERED = "the same with the runs that no constant is fitted on"
 LIMITS: dict[str, tuple[float | tuple[float, float], str, str]] = {
     "step": (0.10, "at most", "mean error of step time"),
     "median": (0.06, "at most", "median error of step time"),
@@ -48,33 +50,16 @@ LIMITS: dict[str, tuple[float | tuple[float, float], str, str]] = {
     "alarms": (0.04, "at most", "rows that ran called unfit"),
     "dense_mean": (0.08, "at most", "mean error of step time, models without experts"),
     "mixture_mean": (0.15, "at most", "mean error of step time, mixtures of experts"),
-    "ordered_alike": (
-        0.95,
-        "at least",
-        "pairs of one batch and length too, so that only the strategy differs, in the right order",
-    ),
+    "ordered_alike": (0.95, "at least", f"pairs {ALIKE}, in the right order"),
     "dense_held": (WIDE, "within", "rows within the 90% interval, models without experts"),
     "mixture_held": (WIDE, "within", "rows within the 90% interval, mixtures of experts"),
-    "dense_covered": (
-        WIDE,
-        "within",
-        "the same with the runs that no constant is fitted on, models without experts",
-    ),
-    "mixture_covered": (
-        WIDE,
-        "within",
-        "the same with the runs that no constant is fitted on, mixtures of experts",
-    ),
+    "dense_covered": (WIDE, "within", f"{COVERED}, models without experts"),
+    "mixture_covered": (WIDE, "within", f"{COVERED}, mixtures of experts"),
 }
 """What is asked for, and how the page calls it; an interval that holds more than 95% is too wide."""
 ASKED = "S"
 """How the names of the sources begin for which that was asked; P6 is an addition."""
 SHARES = ("ordered", "picked", "ordered_alike", "picked_alike", "caught", "alarms")
-
-
-def _collected(runs: Evidence) -> list[Runs]:
-    """By source and kind, the runs whose times count."""
-    return collected(runs.table.take(runs.timed), runs.sources[runs.timed])
 
 
 def _constants(constants: Constants, found: Judgement, known: Sequence[Runs]) -> dict[str, Any]:
@@ -96,16 +81,10 @@ def _rounded(value: float) -> float:
 
 def outcome(runs: Evidence, found: Judgement, constants: Constants) -> dict[str, Any]:
     """Everything that the page shows, as JSON."""
+    columns = ("rows", "bias", "error", "median", "null", "held")
+    values = zip(found.rows, found.bias, found.step, found.medians, found.null, found.held, strict=True)
     groups = {
-        name: {
-            "rows": found.rows[i],
-            "bias": found.bias[i],
-            "error": found.step[i],
-            "median": found.medians[i],
-            "null": found.null[i],
-            "held": found.held[i],
-        }
-        for i, name in enumerate(found.groups)
+        name: dict(zip(columns, own, strict=True)) for name, own in zip(found.groups, values, strict=True)
     }
     shares = {name: list(getattr(found, name)) for name in SHARES}
     asked = [name.startswith(ASKED) for name in found.groups]
@@ -142,9 +121,9 @@ def _measured(runs: Evidence, found: Judgement) -> dict[str, Any]:
     kept = replace(runs, timed=runs.fitted)
     own = kept.timed & (runs.sources == COMPUTED)
     errors = np.abs(found.estimate[own] / runs.seconds[own] - 1)
+    chosen = choices(kept, found.estimate, alike=False) | choices(kept, found.estimate, alike=True)
     return {
-        **{name: list(told) for name, told in choices(kept, found.estimate, alike=False).items()},
-        **{name: list(told) for name, told in choices(kept, found.estimate, alike=True).items()},
+        **{name: list(told) for name, told in chosen.items()},
         "left_out": int((runs.timed & runs.computed).sum()),
         "rows": int(own.sum()),
         "error": float(errors.mean()),
@@ -162,13 +141,9 @@ def unseen(
     fastest, slowest = open_facts(runs.table, constants, told)
     ratio = told / runs.seconds
     mixture = np.broadcast_to(runs.table.experts > 0, runs.table.n)
-    between = np.array(
-        [
-            residuals.interval(KINDS[int(kind)], without=str(source))
-            for kind, source in zip(mixture, runs.sources, strict=True)
-        ]
-    )
-    low, high = (between * widening(runs.table, known, runs.sources)[:, None]).T
+    kinds = zip(mixture, runs.sources, strict=True)
+    between = [residuals.interval(KINDS[int(kind)], without=str(source)) for kind, source in kinds]
+    low, high = (np.array(between) * widening(runs.table, known, runs.sources)[:, None]).T
     peak = np.broadcast_to(sum_of(memory(runs.table)), runs.table.n) / runs.peak
     held = (fastest * np.exp(-high) <= runs.seconds) & (runs.seconds <= slowest * np.exp(-low))
     found = {}
@@ -198,18 +173,17 @@ def covered(kind: str, found: Judgement, others: Mapping[str, Mapping[str, float
 def _by_axis(runs: Evidence, found: Judgement) -> dict[str, dict[str, list[float]]]:
     """For each axis and degree: rows, median error with its sign, mean error."""
     errors = found.estimate / runs.seconds - 1
-    table: dict[str, dict[str, list[float]]] = {}
+    table: dict[str, dict[str, list[float]]] = {axis: {} for axis in AXES}
     for axis in AXES:
-        column = np.broadcast_to(getattr(runs.table, axis), runs.table.n)
-        table[axis] = {
-            f"{value:g}": _described(errors[runs.timed & (column == value)])
-            for value in np.unique(column[runs.timed])
-        }
+        column = _column(runs, axis)
+        for value in np.unique(column[runs.timed]):
+            own = errors[runs.timed & (column == value)]
+            table[axis][f"{value:g}"] = [own.size, float(np.median(own)), float(np.abs(own).mean())]
     return table
 
 
-def _described(errors: Array) -> list[float]:
-    return [errors.size, float(np.median(errors)), float(np.abs(errors).mean())]
+def _column(runs: Evidence, axis: str) -> Array:
+    return np.broadcast_to(getattr(runs.table, axis), runs.table.n)
 
 
 def _worst(runs: Evidence, found: Judgement) -> list[dict[str, Any]]:
@@ -219,12 +193,9 @@ def _worst(runs: Evidence, found: Judgement) -> list[dict[str, Any]]:
     for name in found.groups:
         own = np.flatnonzero(runs.timed & (runs.groups == name))
         for row in own[np.argsort(-np.abs(np.log1p(errors[own])))][:2]:
-            spread = {
-                axis: float(np.broadcast_to(getattr(runs.table, axis), runs.table.n)[row]) for axis in AXES
-            }
-            rows.append(
-                {"group": name, "model": str(runs.models[row]), "error": float(errors[row]), **spread}
-            )
+            spread = {axis: float(_column(runs, axis)[row]) for axis in AXES}
+            told = {"group": name, "model": str(runs.models[row]), "error": float(errors[row])}
+            rows.append({**told, **spread})
     return rows
 
 
@@ -239,122 +210,103 @@ REASONS = {
 
 def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """The part of docs/fidelity.md."""
-    summary, shares = result["summary"], result["shares"]
-    yield "| | asked | found | |"
-    yield "|---|---|---|---|"
-    for name, (limit, side, text) in LIMITS.items():
-        met = "" if _met(summary[name], limit, side) else "**missed**"
-        counted = f" ({shares[name][0]:,} of {shares[name][1]:,})" if name in shares else ""
-        asked = f"{limit[0]:.0%} to {limit[1]:.0%}" if isinstance(limit, tuple) else f"{side} {limit:.0%}"
-        yield f"| {text} | {asked} | {summary[name]:.1%}{counted} | {met} |"
-    yield ""
-    picked = f"{summary['picked_alike']:.1%} ({shares['picked_alike'][0]:,} of {shares['picked_alike'][1]:,})"
-    yield f"Of one batch and length too, so that only the strategy differs: picks {picked}."
-    yield ""
-    yield _without_computed(result["measured"])
-    yield ""
-    yield "| | rows | mean error | median error | in interval |"
-    yield "|---|---|---|---|---|"
-    for kind, text in (("dense", "without experts"), ("mixture", "mixtures of experts")):
-        rows, *cells = (summary[f"{kind}_{name}"] for name in ("rows", "mean", "median", "held"))
-        yield f"| {text} | {rows:,.0f} | {_percents(cells)} |"
-    yield ""
-    yield (
+    summary, shares, measured = result["summary"], result["shares"], result["measured"]
+    memory = ", ".join(f"{name}: {error:.1%}" for name, error in result["memory"].items())
+    kinds = (("dense", "without experts"), ("mixture", "mixtures of experts"))
+    columns, shown = ("error", "median", "null", "held"), ("mean", "median", "held")
+    return spaced(
+        table(" | asked | found | ", (_limit(name, summary[name], shares) for name in LIMITS)),
+        f"Of one batch and length too, so that only the strategy differs: picks {_share(shares['picked_alike'])}.",
+        f"The {measured['left_out']:,} rows of S02 on one node look computed and not measured (SOURCES.md): no "
+        f"constant is fitted on them. Without them pairs are {_share(measured['ordered'])}, pairs of one batch and "
+        f"length {_share(measured['ordered_alike'])}, picks {_share(measured['picked'])}, and the {measured['rows']} "
+        f"rows of S02 that are left are off by {measured['error']:.1%}.",
+        table(
+            " | rows | mean error | median error | in interval",
+            (
+                (
+                    text,
+                    f"{summary[f'{kind}_rows']:,.0f}",
+                    *_percents(summary, (f"{kind}_{name}" for name in shown)),
+                )
+                for kind, text in kinds
+            ),
+        ),
         "Intervals are of residuals of held-out sources and of the runs below that no constant is fitted on, and wider "
         "for rows of whose kind few other sources have runs (`planner.runs_of_kind`); a row's own source is left out "
-        "of its interval."
-    )
-    yield ""
-    yield (
+        "of its interval.",
         "Step time, the interval and the null model are means over the groups of S01 to S30. With P6, an addition, "
         f"step time is off by {summary['step_of_all']:.1%} and {summary['median_of_all']:.1%}; pairs and picks "
-        "count its rows too."
-    )
-    yield ""
-    yield f"One constant share of the peak, fitted in the same way, is off by {summary['null']:.0%} in the mean."
-    yield ""
-    columns = ("error", "median", "null", "held")
-    yield from table(
-        "Source, hardware | rows | median, signed | mean error | median error | null model | in interval",
-        (
-            f"| {name} | {one['rows']:,} | {one['bias']:+.1%} | {_percents(one[column] for column in columns)} |"
-            for name, one in result["groups"].items()
+        "count its rows too.",
+        f"One constant share of the peak, fitted in the same way, is off by {summary['null']:.0%} in the mean.",
+        table(
+            "Source, hardware | rows | median, signed | mean error | median error | null model | in interval",
+            (
+                (name, f"{one['rows']:,}", f"{one['bias']:+.1%}", *_percents(one, columns))
+                for name, one in result["groups"].items()
+            ),
         ),
-    )
-    yield ""
-    memory = ", ".join(f"{name}: {error:.1%}" for name, error in result["memory"].items())
-    yield f"Peak memory, mean error: {memory}."
-    yield ""
-    yield from _unseen_lines(result["unseen"])
-    yield "By axis, all rows alike: rows, median error with its sign, mean error."
-    yield ""
-    axes = []
-    for axis, degrees in result["axes"].items():
-        told = (
-            f"{degree}: {n:,.0f}, {bias:+.0%}, {error:.0%}" for degree, (n, bias, error) in degrees.items()
-        )
-        axes.append((axis, "; ".join(told)))
-    yield from table("Axis | degree: rows, median, mean", axes)
-    yield ""
-    yield "The worst rows of each group:"
-    yield ""
-    worst = []
-    for row in result["worst"]:
-        spread = ", ".join(f"{axis} {row[axis]:g}" for axis in AXES if row[axis] not in (0, 1))
-        worst.append((row["group"], row["model"], spread, f"{row['error']:+.0%}", _reason(row)))
-    yield from table("Source, hardware | model | spread | error | why", worst)
-
-
-def _percents(shares: Iterable[float]) -> str:
-    return " | ".join(f"{share:.1%}" for share in shares)
-
-
-def _without_computed(measured: Mapping[str, Any]) -> str:
-    def told(name: str) -> str:
-        part, whole = measured[name]
-        return f"{part / max(whole, 1):.1%} ({part:,} of {whole:,})"
-
-    return (
-        f"The {measured['left_out']:,} rows of S02 on one node look computed and not measured (SOURCES.md): "
-        "no constant is fitted on them. Without "
-        f"them pairs are {told('ordered')}, pairs of one batch and length {told('ordered_alike')}, picks "
-        f"{told('picked')}, and the {measured['rows']} rows of S02 that are left are off by {measured['error']:.1%}."
+        f"Peak memory, mean error: {memory}.",
+        *_unseen_parts(result["unseen"]),
+        "By axis, all rows alike: rows, median error with its sign, mean error.",
+        table("Axis | degree: rows, median, mean", map(_axis, result["axes"].items())),
+        "The worst rows of each group:",
+        table("Source, hardware | model | spread | error | why", map(_worst_row, result["worst"])),
     )
 
 
-def _met(found: float, limit: float | tuple[float, float], side: str) -> bool:
+def _percents(shares: Mapping[str, float], names: Iterable[str]) -> Iterator[str]:
+    return (f"{shares[name]:.1%}" for name in names)
+
+
+def _share(counts: Sequence[int]) -> str:
+    part, whole = counts
+    return f"{part / max(whole, 1):.1%} ({part:,} of {whole:,})"
+
+
+def _limit(name: str, found: float, shares: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    limit, side, text = LIMITS[name]
     if isinstance(limit, tuple):
-        return limit[0] <= found <= limit[1]
-    return found <= limit if side == "at most" else found >= limit
+        asked, met = f"{limit[0]:.0%} to {limit[1]:.0%}", limit[0] <= found <= limit[1]
+    else:
+        asked, met = f"{side} {limit:.0%}", found <= limit if side == "at most" else found >= limit
+    told = _share(shares[name]) if name in shares else f"{found:.1%}"
+    return text, asked, told, "" if met else "**missed**"
 
 
-def _unseen_lines(groups: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    total = sum(one["rows"] for one in groups.values())
-    yield f"Of {total} more runs, of sources that `SOURCES.md` names, no constant is fitted on any:"
-    yield ""
-    yield "| | rows | mean error over groups | in interval |"
-    yield "|---|---|---|---|"
+def _unseen_parts(groups: Mapping[str, Mapping[str, float]]) -> Iterator[str | Iterable[str]]:
+    yield (
+        f"Of {sum(one['rows'] for one in groups.values())} more runs, of sources that `SOURCES.md` names, no constant "
+        "is fitted on any:"
+    )
+    kinds = []
     for mixture, text in ((False, "without experts"), (True, "mixtures of experts")):
         some = [one for one in groups.values() if one["mixture"] == mixture]
-        counted = sum(one["rows"] for one in some)
-        if counted:
+        if counted := sum(one["rows"] for one in some):
             error = float(np.mean([one["error"] for one in some]))
             held = sum(one["rows"] * one["held"] for one in some) / counted
-            yield f"| {text} | {counted} | {error:.1%} | {held:.0%} |"
-    yield ""
+            kinds.append((text, counted, f"{error:.1%}", f"{held:.0%}"))
+    yield table(" | rows | mean error over groups | in interval", kinds)
     rows = []
     for name, one in groups.items():
         off = f"{one['bias']:+.1%}", f"{one['error']:.1%}", f"{one['worst']:.2f}", f"{one['held']:.0%}"
         rows.append((name, one["rows"], *off, f"{one['memory']:.1%}" if "memory" in one else ""))
-    yield from table(
+    yield table(
         "Source, hardware | rows | median, signed | mean error | worst, times | in interval | peak memory, mean",
         rows,
     )
-    yield ""
 
 
-def _reason(row: Mapping[str, Any]) -> str:
-    return REASONS.get(row["group"].split(",")[0], "not known") if abs(row["error"]) > 0.15 else ""
+def _axis(of: tuple[str, Mapping[str, Sequence[float]]]) -> tuple[str, str]:
+    axis, degrees = of
+    told = (f"{degree}: {n:,.0f}, {bias:+.0%}, {error:.0%}" for degree, (n, bias, error) in degrees.items())
+    return axis, "; ".join(told)
+
+
+def _worst_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    spread = ", ".join(f"{axis} {row[axis]:g}" for axis in AXES if row[axis] not in (0, 1))
+    why = REASONS.get(row["group"].split(",")[0], "not known") if abs(row["error"]) > 0.15 else ""
+    return row["group"], row["model"], spread, f"{row['error']:+.0%}", why
 
 
 BENCHMARK = Benchmark("published", {"fidelity.md": lines})
@@ -367,13 +319,16 @@ def main() -> None:
     rows = runs.fitted
     constants = solve(runs.table.take(rows), runs.seconds[rows], runs.groups[rows].tolist())
     told = seconds_of(others.table, constants)
-    known = [*_collected(runs), *_collected(others)]
+    known = [  # by source and kind, the runs whose times count
+        own
+        for some in (runs, others)
+        for own in collected(some.table.take(some.timed), some.sources[some.timed])
+    ]
     unseen_residuals = Residuals.of(others, open_facts(others.table, constants, told), known)
     found = judge(runs, unseen_residuals, known)
     result = outcome(runs, found, constants)
     result["unseen"] = unseen(others, constants, found.residuals, known)
     result["summary"] |= {f"{kind}_covered": covered(kind, found, result["unseen"]) for kind in KINDS}
-    print("\n".join(lines(result)))
     if not is_elsewhere():
         FITTED.write_text(json.dumps(_constants(constants, found, known), indent=1) + "\n")
     BENCHMARK.keep(result)

@@ -14,7 +14,6 @@ The constants are the planner's, and those that the row's source was held out of
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -27,36 +26,13 @@ from hyper_parallel.planner.cost_model.layer import FUSED_ROUTING, RECORDED, fus
 from hyper_parallel.planner.table import Table
 
 
-class Published(Protocol):
-    """What is asked of a published run."""
-
-    @property
-    def table(self) -> Table:
-        """Its one row."""
-
-    @property
-    def constants(self) -> Constants:
-        """Fitted on other sources than the row's."""
-
-    @property
-    def preset(self) -> str:
-        """The cluster of its hardware."""
-
-    @property
-    def devices(self) -> int:
-        """How many it has."""
-
-
-def machine(one: Published) -> Cluster:
-    """The row's machine: the preset, with what the row states of nodes, links, memory and clock."""
-    table, preset = one.table, Cluster.preset(one.preset)
+def machine(table: Table, known: Constants, preset: Cluster, devices: int) -> Cluster:
+    """The machine of a row: the preset of its hardware, with what the row states of nodes, links, memory and clock.
+    `known`: the constants."""
     device = preset.device
     assert device is not None
     memory = replace(
-        device.memory,
-        bytes=float(table.capacity[0]),
-        read=float(table.hbm[0]),
-        write=float(table.hbm[0]),
+        device.memory, bytes=float(table.capacity[0]), read=float(table.hbm[0]), write=float(table.hbm[0])
     )
     clock = float(table.peak16[0]) / device.peak("bfloat16")
     rates = {"node": table.node_rate, "supernode": table.supernode_rate, "network": table.network_rate}
@@ -64,22 +40,21 @@ def machine(one: Published) -> Cluster:
         level: replace(link, bandwidth=float(rates[level][0])) if level in rates else link
         for level, link in preset.links.items()
     }
-    k = one.constants
     # The kernel is the framework's and not the one that the preset was measured with.
     attention = (ShapeTable(best=float(fused_share(table)[0])),)
     return replace(
         preset,
-        name=f"{one.preset}x{one.devices}",
-        ranks=one.devices,
+        name=f"{preset.name}x{devices}",
+        ranks=devices,
         node=int(table.node[0]) if np.isfinite(table.node[0]) else preset.node,
         device=replace(
             device,
             memory=memory,
             matrix={name: rate * clock for name, rate in device.matrix.items()},
-            efficiency=replace(device.efficiency, attention=attention, matmul=products(one, device)),
-            host_launch=k.launch * (1 - RECORDED * float(table.graphs[0])),
-            host_kernels={GROUPED: grouped_launches(one)},
-            comm_hidden={"tensor_x": k.hidden_tensor * min(1.0, float(table.overlap_tensor[0]))},
+            efficiency=replace(device.efficiency, attention=attention, matmul=products(table, known, device)),
+            host_launch=known.launch * (1 - RECORDED * float(table.graphs[0])),
+            host_kernels={GROUPED: grouped_launches(table, known)},
+            comm_hidden={"tensor_x": known.hidden_tensor * min(1.0, float(table.overlap_tensor[0]))},
         ),
         links=links,
     )
@@ -91,26 +66,24 @@ CAPTURED_ROUTING = 30.0
 """Launches of routing that a captured layer's forward pass has itself."""
 
 
-def grouped_launches(one: Published) -> float:
+def grouped_launches(table: Table, known: Constants) -> float:
     """What a product of experts costs the framework's host, in launches.
 
     The closed forms' `routing` is what a routed layer's forward pass costs beyond a plain layer's: products expert by
     expert, splits, permutations and waits for counts of rows. What of it is captured is left out.
     """
-    table = one.table
-    routing = one.constants.routing * (1 - FUSED_ROUTING * float(table.fused_routing[0]))
+    routing = known.routing * (1 - FUSED_ROUTING * float(table.fused_routing[0]))
     return max(1.0, (routing - CAPTURED_ROUTING) / 2)
 
 
-def products(one: Published, device: Device) -> tuple[ShapeTable, ...]:
+def products(table: Table, known: Constants, device: Device) -> tuple[ShapeTable, ...]:
     """The preset's shares of the peak, and what the planner's constants know beyond it.
 
     On Hopper they are less where the library chooses kernels unasked (`Constants.first`). Blackwell Ultra's preset has
     the products that were measured on a B200, which draws less power (`Constants.ultra`).
     """
-    table, k = one.table, one.constants
-    times = {"hopper": k.first ** (1 - float(table.tuned[0])), "blackwell-ultra": k.ultra}
+    times = {"hopper": known.first ** (1 - float(table.tuned[0])), "blackwell-ultra": known.ultra}
     share = times.get(ARCHITECTURES[int(table.architecture[0])], 1.0)
     if share == 1.0:
         return device.efficiency.matmul
-    return tuple(replace(known, best=known.best * share) for known in device.efficiency.matmul)
+    return tuple(replace(shape, best=shape.best * share) for shape in device.efficiency.matmul)

@@ -45,6 +45,26 @@ def up(length: int, *ranks: int) -> int:
     return length
 
 
+def by_hand(kept: int, activations: int) -> dict[str, int]:
+    """Bytes of a rank that keeps so many parameters in fp32, and Adam's moments."""
+    size = kept * FP32
+    return {"parameters": size, "gradients": size, "optimizer": 2 * size, "activations": activations}
+
+
+def stream(layers: int, tokens: int, tensor: int, h: int, vocabulary: int, rotary: int) -> int:
+    """Bytes of activations along the layers of a rank with its part of the sequence."""
+    return (
+        (layers - 1)
+        * (tokens // tensor)
+        * h
+        * BF16  # each layer's input, of this rank's part of the sequence
+        + tokens * h * BF16  # the first one's: the embedding's output, whole
+        + tokens * h * (FP32 + 2 * BF16)  # the last norm: its input in fp32, scaled, and the head's input
+        + tokens * (vocabulary // tensor) * BF16  # logits
+        + 2 * tokens * rotary * BF16  # rotary cosines and sines
+    )
+
+
 def llama_405b() -> dict[str, int]:
     """Llama 3.1 405B (arXiv 2407.21783, table 3): replicate 2, shard 128, tensor 8 with sequence, micro-batch 1."""
     h, e, layers, vocabulary, heads, kv, head = 16384, 53248, 126, 128256, 128, 8, 128
@@ -58,23 +78,7 @@ def llama_405b() -> dict[str, int]:
         + 2 * up(h, shard)
     )
     ends = 2 * up(vocabulary, tensor, shard) * h + up(h, shard)
-    kept = layers * one_layer + ends
-    activations = (
-        (layers - 1)
-        * (tokens // tensor)
-        * h
-        * BF16  # each layer's input, of this rank's part of the sequence
-        + tokens * h * BF16  # the first one's: the embedding's output, whole
-        + tokens * h * (FP32 + 2 * BF16)  # the last norm: its input in fp32, scaled, and the head's input
-        + tokens * (vocabulary // tensor) * BF16  # logits
-        + 2 * tokens * head * BF16  # rotary cosines and sines
-    )
-    return {
-        "parameters": kept * FP32,
-        "gradients": kept * FP32,
-        "optimizer": 2 * kept * FP32,
-        "activations": activations,
-    }
+    return by_hand(layers * one_layer + ends, stream(layers, tokens, tensor, h, vocabulary, head))
 
 
 def deepseek_v3() -> dict[str, int]:
@@ -94,29 +98,13 @@ def deepseek_v3() -> dict[str, int]:
     )
     dense_mlp = 2 * up(dense, tensor, shard) * h + up(h, shard) * (dense // tensor)
     shared = 2 * up(inner, tensor, shard) * h + up(h, shard) * (inner // tensor)
-    own_experts = experts // expert * 3 * inner * h
-    routed = own_experts // (shard * tensor // expert)
+    routed = experts // expert * 3 * inner * h // (shard * tensor // expert)
     router = up(experts, shard) * h
     ends = 2 * up(vocabulary, tensor, shard) * h + up(h, shard)
     kept = layers * attention + first * dense_mlp + (layers - first) * (shared + routed + router) + ends
-    rows = tokens // tensor * chosen
-    activations = (
-        (layers - 1) * (tokens // tensor) * h * BF16
-        + tokens * h * BF16
-        + tokens * h * (FP32 + 2 * BF16)
-        + tokens * (vocabulary // tensor) * BF16
-        + 2 * tokens * rope * BF16
-        + (layers - first)
-        * 4
-        * rows
-        * INT64  # where rows went and come back from, at the sender and the owner
-    )
-    return {
-        "parameters": kept * FP32,
-        "gradients": kept * FP32,
-        "optimizer": 2 * kept * FP32,
-        "activations": activations,
-    }
+    # Where rows went and come back from, at the sender and the owner.
+    places = (layers - first) * 4 * (tokens // tensor * chosen) * INT64
+    return by_hand(kept, stream(layers, tokens, tensor, h, vocabulary, rope) + places)
 
 
 def inspection(*arguments: str) -> tuple[dict[str, Any], int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,22 +39,19 @@ PLANS = {
 """A 910C has two dies, each of which is a device."""
 
 
-def commands() -> dict[str, tuple[list[str], bool]]:
-    """Row to the arguments of `hyper-parallel`, and whether it reads captured steps when it runs again."""
-    found: dict[str, tuple[list[str], bool]] = {}
-    for file, cluster in EXAMPLES.items():
-        found[file] = (["simulate", str(ROOT / file), "--cluster", cluster, "--json"], True)
-    for name, given in PLANS.items():
-        found[name] = (["plan", *given, "--out", "planned.yaml", "--json"], False)
-    return found
+COMMANDS = {
+    **{file: ("simulate", str(ROOT / file), "--cluster", cluster) for file, cluster in EXAMPLES.items()},
+    **{name: ("plan", *given, "--out", "planned.yaml") for name, given in PLANS.items()},
+}
+"""Row to the arguments of `hyper-parallel`."""
 
 
-def measured(arguments: list[str], folder: Path, limit: float) -> dict[str, Any]:
+def measured(arguments: Sequence[str], folder: Path, limit: float) -> dict[str, Any]:
     """One run of a command in a folder. Seconds are None where it was stopped at the limit."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     threads = {"OMP_NUM_THREADS": "1"}
     try:
-        wall, printed = hyper_parallel(*arguments, folder=folder, environment=threads, limit=limit)
+        wall, printed = hyper_parallel(*arguments, "--json", folder=folder, environment=threads, limit=limit)
     except subprocess.TimeoutExpired:
         return {"wall": None, "cpu": None}
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -73,38 +70,33 @@ def _step(found: dict[str, Any]) -> float | None:
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """The table of docs/simulate.md."""
 
-    def cell(row: Mapping[str, Any] | None, key: str, limit: float) -> str:
-        if row is None:
-            return "–"
-        return f"over {limit:.0f}" if row[key] is None else f"{row[key]:.1f}"
-
     def cells(name: str, row: Mapping[str, Any]) -> Iterator[str]:
         yield name
         for state in ("cold", "cached"):
             for key in ("wall", "cpu"):
-                yield cell(row.get(state), key, row["limit"])
+                if state not in row:
+                    yield "–"
+                else:
+                    yield f"over {row['limit']:.0f}" if row[state][key] is None else f"{row[state][key]:.1f}"
 
     rows = result["rows"]
     yield from table(
         "Command | Cold: wall, s | CPU, s | Again: wall, s | CPU, s",
-        (list(cells(name, rows[name])) for name in commands() if name in rows),
+        (list(cells(name, rows[name])) for name in COMMANDS if name in rows),
     )
 
 
 BENCHMARK = Benchmark("simulate_examples", {"simulate.md": page}, key="rows")
 
 
-def main(
-    only: Annotated[tuple[str, ...], tuple(commands())] = tuple(commands()), limit: float = 600.0
-) -> None:
+def main(only: Annotated[tuple[str, ...], tuple(COMMANDS)] = tuple(COMMANDS), limit: float = 600.0) -> None:
     """Measure the rows one after the other, and write each as it is measured."""
     rows = Rows(BENCHMARK)
     for name in only:
-        arguments, keeps = commands()[name]
         with scratch() as folder:
-            row = {"cold": measured(arguments, folder, limit), "limit": limit}
-            if keeps:
-                row["cached"] = measured(arguments, folder, limit)
+            row = {"cold": measured(COMMANDS[name], folder, limit), "limit": limit}
+            if name in EXAMPLES:  # captured steps are read when it runs again
+                row["cached"] = measured(COMMANDS[name], folder, limit)
         print(name, row, flush=True)
         rows.add(name, row)
 

@@ -9,7 +9,7 @@ captured and simulated on the row's machine, and set beside the measured seconds
 All fitted constants are of other sources than the row's. What neither a kernel nor a collective takes, a step's fixed
 seconds and the lag of the slowest device, is that of the closed forms too (`fixed`, `straggling`). A pipeline is
 captured as `hyper-parallel simulate` captures it. Of other runs steps of few layers are captured, and what a period of
-layers adds is taken for all (`Layers`):
+layers adds is taken for all (`_of_few_layers`):
 
     step(l, r) = step(b, 0) + (l − b) · (step(b + p, 0) − step(b, 0)) / p + r · (step(b + p, p) − step(b + p, 0)) / p
 
@@ -32,16 +32,18 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 from campaigns import Rows
 from commandline import Again, run
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
 from published_machine import machine
 from published_pricing import Pricing
+from shapes import with_layers
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import HyperParallelError
@@ -69,6 +71,7 @@ SIXTEEN = ("bf16", "fp16")
 ASKED = 0.12
 """Mean error that was asked for."""
 MISS = 0.15
+BOTH = ("predicted", "estimated")
 Row = Mapping[str, Any]
 
 
@@ -99,14 +102,9 @@ class Chosen:
         return Pricing.of(self.table, self.row.profile, recompute=recompute)
 
     @property
-    def preset(self) -> str:
-        """The cluster of its hardware."""
-        return self.row.cluster
-
-    @property
-    def devices(self) -> int:
-        """How many it has."""
-        return self.closed.devices
+    def machine(self) -> Cluster:
+        """What it ran on."""
+        return machine(self.table, self.constants, Cluster.preset(self.row.cluster), self.closed.devices)
 
 
 def chosen() -> list[Chosen]:
@@ -120,12 +118,10 @@ def chosen() -> list[Chosen]:
     first: dict[tuple[str, ...], Chosen] = {}
     for one in sorted(found, key=_hash):
         first.setdefault((one.row.source, one.row.hardware, one.row.model, one.row.profile), one)
-    kept: dict[tuple[str, str], list[Chosen]] = {}
-    for one in sorted(first.values(), key=_hash):
-        group = kept.setdefault((one.row.source, one.row.hardware), [])
-        if len(group) < MOST:
-            group.append(one)
-    return [one for group in sorted(kept) for one in kept[group]]
+    groups = defaultdict[tuple[str, str], list[Chosen]](list)
+    for one in first.values():  # by their hashes, too
+        groups[one.row.source, one.row.hardware].append(one)
+    return [one for group in sorted(groups) for one in groups[group][:MOST]]
 
 
 def held_out(runs: Evidence) -> dict[str, Constants]:
@@ -171,8 +167,8 @@ def run_file(one: Chosen) -> dict[str, Any]:
     """The run file of a published run."""
     table = one.table
     work = Workload(one.shape, int(table.batch[0]), int(table.sequence[0]), "bf16")
-    cluster = replace(machine(one), ranks=one.closed.devices)
-    data = json.loads(json.dumps(planned_run_file(one.closed, Question(workload=work, cluster=cluster)).data))
+    asked = Question(workload=work, cluster=one.machine)
+    data: dict[str, Any] = json.loads(json.dumps(planned_run_file(one.closed, asked).data))
     fields = data["model"]["config"]
     if fields["model_type"] == "gpt2":
         # The published shapes state no dropout, and the family's default is 0.1.
@@ -194,7 +190,7 @@ def run_file(one: Chosen) -> dict[str, Any]:
         data["strategy"]["memory"]["shard"] = "optimizer"
     if one.closed.strategy["pipeline"] == 1:
         data["strategy"]["overlap"] = {"schedule": "usual" if table.overlap_data[0] else "none"}
-    return dict(data)
+    return data
 
 
 def simulated(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
@@ -211,63 +207,50 @@ def simulated(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> dict[st
         "measured": one.seconds,
     }
     begun = time.monotonic()
-    how = one.pricing
     try:
-        if given["pipeline"] != 1:
-            parts = dict(how.parts(data, cluster, one.id))
-        else:
-            parts = Layers(one.id, data, cluster, how).parts()
+        parts = dict((_of_few_layers if given["pipeline"] == 1 else _parts)(one, data, cluster))
     except HyperParallelError as error:
         return {**told, "refused": str(error)}
     parts["fixed"] = one.constants.fixed
     slower = one.constants.straggling * float(np.log2(max(one.closed.devices / 8, 1.0)))
     parts["straggling"] = slower * sum(parts.values())
-    return {
-        **told,
-        "predicted": sum(parts.values()),
-        "parts": dict(parts),
-        "simulated_in": time.monotonic() - begun,
-    }
+    took = time.monotonic() - begun
+    return {**told, "predicted": sum(parts.values()), "parts": parts, "simulated_in": took}
 
 
-@dataclass(frozen=True)
-class Layers:
-    """A run without a pipeline, simulated with few of its layers."""
+def _parts(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> Mapping[str, float]:
+    """Seconds of the step by part."""
+    return one.pricing.parts(data, cluster, one.id)
 
-    name: str
-    data: Mapping[str, Any]
-    cluster: Cluster
-    how: Pricing
 
-    def parts(self) -> dict[str, float]:
-        """Seconds of the whole step by part."""
-        fields, memory = self.data["model"]["config"], self.data["strategy"]["memory"]
-        layers = fields.get("n_layer") or fields["num_hidden_layers"]
-        types = fields.get("layer_types") or [""]
-        period = next(p for p in range(1, len(types) + 1) if types[: len(types) - p] == types[p:])
-        base = max(2, period) + fields.get("first_k_dense_replace", 0)
-        again = memory.get("recompute_layers")
-        if layers <= base + period:
-            return self._of(layers, again)
-        least = 0 if again is not None else None
-        low, high = self._of(base, least), self._of(base + period, least)
-        found = _plus(low, high, low, (layers - base) / period)
-        if again:
-            found = _plus(found, self._of(base + period, period), high, again / period)
-        return found
+def _of_few_layers(one: Chosen, data: Mapping[str, Any], cluster: Cluster) -> Mapping[str, float]:
+    """The same without a pipeline, simulated with few of its layers."""
+    config = data["model"]["config"]
 
-    def _of(self, layers: int, again: int | None) -> dict[str, float]:
-        data = json.loads(json.dumps(self.data))
-        fields, memory = data["model"]["config"], data["strategy"]["memory"]
-        fields["n_layer" if "n_layer" in fields else "num_hidden_layers"] = layers
+    def of(layers: int, again: int | None) -> Mapping[str, float]:
+        few = json.loads(json.dumps(data))
+        fields, memory = with_layers(few["model"]["config"], layers), few["strategy"]["memory"]
         if "layer_types" in fields:
             fields["layer_types"] = fields["layer_types"][:layers]
+        few["model"]["config"] = fields
         if again == 0:
             memory.pop("recompute_layers")
             memory["recompute"] = "none"
         elif again is not None:
             memory["recompute_layers"] = again
-        return dict(self.how.parts(data, self.cluster, self.name))
+        return _parts(one, few, cluster)
+
+    again = data["strategy"]["memory"].get("recompute_layers")
+    layers = config.get("n_layer") or config["num_hidden_layers"]
+    types = config.get("layer_types") or [""]
+    period = next(p for p in range(1, len(types) + 1) if types[: len(types) - p] == types[p:])
+    base = max(2, period) + config.get("first_k_dense_replace", 0)
+    if layers <= base + period:
+        return of(layers, again)
+    least = 0 if again is not None else None
+    low, high = of(base, least), of(base + period, least)
+    found = _plus(low, high, low, (layers - base) / period)
+    return _plus(found, of(base + period, period), high, again / period) if again else found
 
 
 def _plus(
@@ -287,27 +270,37 @@ SHOWN = (
 """What is shown of a strategy."""
 
 
-def _line(name: str, one: Mapping[str, Any]) -> str:
+def _most(one: Row, count: int) -> str:
+    """The parts that take most of the simulated step."""
+    parts = sorted(one["parts"].items(), key=lambda part: -part[1])[:count]
+    return ", ".join(f"{kind} {seconds / one['predicted']:.0%}" for kind, seconds in parts)
+
+
+def _errors(rows: Iterable[Row], key: str) -> list[float]:
+    """With their signs. `key`: "predicted", which is simulated, or "estimated", by the closed forms."""
+    return [one[key] / one["measured"] - 1 for one in rows]
+
+
+def _off(one: Row) -> float:
+    return abs(_errors([one], "predicted")[0])
+
+
+def _line(name: str, one: Row) -> str:
     if "refused" in one:
         return f"{name:60s} {one['refused'][:150]}"
-    errors = [f"{one[key] / one['measured'] - 1:+7.1%}" for key in ("predicted", "estimated")]
-    parts = sorted(one["parts"].items(), key=lambda part: -part[1])
-    shown = ", ".join(f"{kind} {seconds / one['predicted']:.0%}" for kind, seconds in parts[:6])
-    return f"{name:60s} {one['measured']:9.3f} s {one['predicted']:9.3f} s {' '.join(errors)}  {shown}"
-
-
-# The page
+    simulated, closed = (_errors([one], key)[0] for key in BOTH)
+    seconds = f"{one['measured']:9.3f} s {one['predicted']:9.3f} s {simulated:+7.1%} {closed:+7.1%}"
+    return f"{name:60s} {seconds}  {_most(one, 6)}"
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     """Errors by source, and every miss with what it comes from."""
     rows: Mapping[str, Row] = result["rows"]
     told = [one for one in rows.values() if "predicted" in one]
-    refused = {name: one for name, one in rows.items() if "refused" in one}
     misses = {name: one for name, one in rows.items() if "predicted" in one and _off(one) > MISS}
-    groups: dict[str, list[Row]] = {}
+    groups = defaultdict[str, list[Row]](list)
     for one in told:
-        groups.setdefault(f"{one['source']}, {one['hardware']}", []).append(one)
+        groups[f"{one['source']}, {one['hardware']}"].append(one)
     kinds: dict[str, list[Row]] = {
         "without experts": [one for one in told if not one["experts"]],
         "with experts": [one for one in told if one["experts"]],
@@ -316,69 +309,43 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
         "tensor": [one for one in told if "tensor_x" in one["spread"]],
         "ZeRO-3": [one for one in told if one["spread"].get("zero") == 3],
     }
-    mean, closed = _mean(told, "predicted"), _mean(told, "estimated")
-    yield (
+    errors = [list(map(abs, _errors(told, key))) for key in BOTH]
+    (mean, median), (closed, closed_median) = ((statistics.fmean(x), statistics.median(x)) for x in errors)
+    yield from spaced(
         f"{len(told)} published runs simulated, of {result.get('chosen', len(rows))} that the rule chooses: mean "
-        f"error of step time **{mean:.1%}** ({ASKED:.0%} was asked for), median {_median(told, 'predicted'):.1%}, "
-        f"{len(misses)} off by more than {MISS:.0%}. The closed forms, whose constants have not seen the row's "
-        f"source: mean {closed:.1%}, median {_median(told, 'estimated'):.1%} of the same rows."
-    )
-    yield ""
-    yield from table(
-        "Source, hardware | rows | simulated, median with its sign | mean error | closed forms, mean error",
-        [
-            *(_group(name, groups[name]) for name in sorted(groups)),
-            *(_group(name, own) for name, own in kinds.items() if own),
-        ],
-    )
-    yield ""
-    yield (
+        f"error of step time **{mean:.1%}** ({ASKED:.0%} was asked for), median {median:.1%}, {len(misses)} off by "
+        f"more than {MISS:.0%}. The closed forms, whose constants have not seen the row's source: mean {closed:.1%}, "
+        f"median {closed_median:.1%} of the same rows.",
+        table(
+            "Source, hardware | rows | simulated, median with its sign | mean error | closed forms, mean error",
+            (_group(name, own) for name, own in [*sorted(groups.items()), *kinds.items()] if own),
+        ),
         f"Every run that is off by more than {MISS:.0%}, with the classes of operators and collectives that take "
-        "most of the simulated step, and where both predictors differ by more than 15%, what that comes from:"
+        "most of the simulated step, and where both predictors differ by more than 15%, what that comes from:",
+        table(
+            "Run | Model, framework | Strategy | simulated | closed forms | most of the simulated step | they differ",
+            (_miss(name, misses[name]) for name in sorted(misses, key=lambda name: -_off(misses[name]))),
+        ),
     )
-    yield ""
-    yield from table(
-        "Run | Model, framework | Strategy | simulated | closed forms | most of the simulated step | they differ",
-        (_miss(name, misses[name]) for name in sorted(misses, key=lambda name: -_off(misses[name]))),
-    )
-    if refused:
+    if refused := {name: one for name, one in rows.items() if "refused" in one}:
         yield from ("", "Not simulated, with the reason:", "")
-    for name, one in refused.items():
-        yield f"- {name}, {one['model']}: {one['refused']}"
+        yield from (f"- {name}, {one['model']}: {one['refused']}" for name, one in refused.items())
 
 
 def _group(name: str, rows: Sequence[Row]) -> tuple[object, ...]:
-    signed = statistics.median(one["predicted"] / one["measured"] - 1 for one in rows)
-    return (
-        name,
-        len(rows),
-        f"{signed:+.1%}",
-        *(f"{_mean(rows, key):.1%}" for key in ("predicted", "estimated")),
-    )
+    signed = statistics.median(_errors(rows, "predicted"))
+    means = (statistics.fmean(map(abs, _errors(rows, key))) for key in BOTH)
+    return name, len(rows), f"{signed:+.1%}", *(f"{mean:.1%}" for mean in means)
 
 
 def _miss(name: str, one: Row) -> tuple[str, ...]:
     spread = ", ".join(f"{axis} {degree}" for axis, degree in one["spread"].items())
-    parts = sorted(one["parts"].items(), key=lambda part: -part[1])[:3]
-    most = ", ".join(f"{kind} {seconds / one['predicted']:.0%}" for kind, seconds in parts)
     # The closed forms' parts of these names count as waiting.
     simulated = dict(one["parts"])
     simulated["waiting"] = sum(simulated.pop(name, 0.0) for name in ("waiting", "fixed", "straggling"))
     apart = disagreement(simulated, one["estimated_parts"])
-    errors = (f"{one[key] / one['measured'] - 1:+.0%}" for key in ("predicted", "estimated"))
-    return name, f"{one['model']}, {one['framework']}", spread, *errors, most, str(apart or "")
-
-
-def _off(one: Row) -> float:
-    return abs(one["predicted"] / one["measured"] - 1)
-
-
-def _mean(rows: Sequence[Row], key: str) -> float:
-    return statistics.fmean(abs(one[key] / one["measured"] - 1) for one in rows)
-
-
-def _median(rows: Sequence[Row], key: str) -> float:
-    return statistics.median(abs(one[key] / one["measured"] - 1) for one in rows)
+    errors = (f"{_errors([one], key)[0]:+.0%}" for key in BOTH)
+    return name, f"{one['model']}, {one['framework']}", spread, *errors, _most(one, 3), str(apart or "")
 
 
 BENCHMARK = Benchmark("simulate_published", {"fidelity.md": page}, key="rows")
@@ -387,37 +354,27 @@ BENCHMARK = Benchmark("simulate_published", {"fidelity.md": page}, key="rows")
 def main(
     only: Annotated[tuple[str, ...], "rows whose source, model or framework contains one of these"] = (),
     again: Again = False,
-    list: Annotated[bool, "print the chosen rows and stop"] = False,
-    minutes: Annotated[float, "simulate no further row after this time"] = 1e9,
 ) -> None:
     """Choose, simulate, write."""
-    begun = time.monotonic()
     rows = chosen()
-    if list:
-        for one in rows:
-            print(one.id, one.row.hardware, one.row.model, one.row.profile, one.seconds, sep="\t")
-        return
     result = Rows(BENCHMARK, summary=lambda _: {"chosen": len(rows)})
-    done = result.rows
     for one in rows:
         name = f"{one.id} {one.row.model} {one.row.profile}"
         if only and not any(wanted.lower() in name.lower() for wanted in only):
             continue
-        data, cluster = run_file(one), machine(one).for_workers(one.closed.devices)
-        told = f"{json.dumps(data, sort_keys=True)} {cluster} {one.pricing}"
-        digest = hashlib.sha256(told.encode()).hexdigest()[:16]
-        if again or done.get(one.id, {}).get("digest") != digest:
-            if time.monotonic() - begun > 60 * minutes:
-                done.pop(one.id, None)
-                continue
-            done[one.id] = {"digest": digest, **simulated(one, data, cluster)}
+        data, cluster = run_file(one), one.machine.for_workers(one.closed.devices)
+        inputs = f"{json.dumps(data, sort_keys=True)} {cluster} {one.pricing}"
+        digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
+        told = before = result.rows.get(one.id, {})
+        if again or before.get("digest") != digest:
+            told = {"digest": digest, **simulated(one, data, cluster)}
         # Estimated anew: that takes no time, and the closed forms may have changed.
-        closed = {"estimated": one.closed.seconds, "estimated_parts": dict(one.closed.parts)}
-        if done[one.id] != done[one.id] | closed:
-            result.add(one.id, done[one.id] | closed)
-        print(_line(name, done[one.id]), flush=True)
+        told = {**told, "estimated": one.closed.seconds, "estimated_parts": dict(one.closed.parts)}
+        if told != before:
+            result.add(one.id, told)
+        print(_line(name, told), flush=True)
     if not only:
-        result.rows = {one.id: done[one.id] for one in rows if one.id in done}
+        result.rows = {one.id: result.rows[one.id] for one in rows}
     result.write()
 
 

@@ -15,6 +15,7 @@ benchmarks/results/unlike_experts.json and the table of docs/experts.md.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from commandline import run
 from pages import Benchmark, table
+from shapes import DEEPSEEK_V3, Fields
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.cluster import Cluster
@@ -38,18 +40,12 @@ LENGTH = 4096
 LIMIT = 1.15
 DRAWS = 8
 ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 1024, "max_position_embeddings": LENGTH}
-DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    **ONE_LAYER,
-}
-DEEPSEEK |= {"num_attention_heads": 128, "num_key_value_heads": 128, "first_k_dense_replace": 0}
-DEEPSEEK |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}
-QWEN: dict[str, Any] = {"model_type": "qwen3_moe", "hidden_size": 2048, **ONE_LAYER}
-QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+QWEN = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
 QWEN |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN}
+MODELS: dict[str, Fields] = {
+    "DeepSeek-V3": {**DEEPSEEK_V3, **ONE_LAYER, "first_k_dense_replace": 0},
+    "Qwen3-30B-A3B": {**QWEN, **ONE_LAYER},
+}
 CLUSTERS = ("h100", "cloudmatrix384")
 RANKS = (8, 32)
 EXPONENTS = (1.0, 1.2)
@@ -70,19 +66,12 @@ def layer_seconds(name: str, where: Cluster, ranks: int) -> dict[str, float]:
             module = str(node.meta.get("module", ""))
             if not module.startswith("model.layers"):
                 continue
+            kind = "products" if ".experts" in module and "shared" not in module else "rest"
             if is_collective(node):
-                # Gathered weights of what is not an expert's are hidden behind products.
-                if "all_to_all" in str(node.target):
-                    found["exchanges"] += seconds(node)
-                continue
-            found["products" if ".experts" in module and "shared" not in module else "rest"] += seconds(node)
-    return found
-
-
-def loads(count: int, exponent: float, seed: int) -> list[float]:
-    """Of each expert."""
-    found = [(rank + 1) ** -exponent for rank in range(count)]
-    random.Random(seed).shuffle(found)
+                if "all_to_all" not in str(node.target):
+                    continue  # gathered weights of what is not an expert's are hidden behind products
+                kind = "exchanges"
+            found[kind] += seconds(node)
     return found
 
 
@@ -92,7 +81,7 @@ def simulated(
     """Means over draws."""
     where = Cluster.preset(cluster)
     config = MODELS[name]
-    count = config.get("n_routed_experts", config.get("num_experts", 0))
+    count: int = config.get("n_routed_experts") or config["num_experts"]
     weights = 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
 
     def layer(heavy: float) -> float:
@@ -100,12 +89,12 @@ def simulated(
 
     draws: list[tuple[float, float, int]] = []
     for seed in range(DRAWS):
-        drawn = loads(count, exponent, seed)
+        drawn = [(rank + 1) ** -exponent for rank in range(count)]  # of each expert
+        random.Random(seed).shuffle(drawn)
         needed = replicas_needed(drawn, ranks, LIMIT)
         placed = place(drawn, Placement.initial(count, needed), ranks, LIMIT)
-        draws.append(
-            (heaviest(drawn, Placement.initial(count, 0), ranks), heaviest(drawn, placed, ranks), needed)
-        )
+        initial = heaviest(drawn, Placement.initial(count, 0), ranks)
+        draws.append((initial, heaviest(drawn, placed, ranks), needed))
     before, after, replicas = (sum(values) / DRAWS for values in zip(*draws, strict=True))
     # A sum over the ranks in the forward pass, and one of gradients in the backward pass.
     copies = 2 * where.collective_seconds("all_reduce", replicas * weights, range(ranks)) if replicas else 0.0
@@ -145,14 +134,11 @@ BENCHMARK = Benchmark("unlike_experts", {"experts.md": page})
 
 
 def main() -> None:
-    """Simulate, print, keep."""
+    """Simulate, keep."""
     rows = []
-    for name in MODELS:
-        for cluster in CLUSTERS:
-            for ranks in RANKS:
-                seconds = layer_seconds(name, Cluster.preset(cluster), ranks)
-                rows += [simulated(name, cluster, ranks, exponent, seconds) for exponent in EXPONENTS]
-    print("\n".join(page({"rows": rows})))
+    for name, cluster, ranks in itertools.product(MODELS, CLUSTERS, RANKS):
+        seconds = layer_seconds(name, Cluster.preset(cluster), ranks)
+        rows += [simulated(name, cluster, ranks, exponent, seconds) for exponent in EXPONENTS]
     BENCHMARK.keep({"rows": rows})
 
 

@@ -46,9 +46,11 @@ ROWS = (1, 2, 4)
 def homogeneous_sizes(task: Task) -> Iterator[Sizes]:
     """All that fill the devices."""
     for tensor in DEGREES:
-        for pipeline in _divisors(task.devices // tensor if task.devices % tensor == 0 else 0):
-            for rows in ROWS:
-                yield Sizes(task.devices // tensor // pipeline, tensor, pipeline, rows)
+        for pipeline in range(1, task.devices // tensor + 1):
+            if task.devices % (tensor * pipeline) == 0:
+                yield from (
+                    Sizes(task.devices // tensor // pipeline, tensor, pipeline, rows) for rows in ROWS
+                )
 
 
 def apart_sizes(task: Task, allowed: Callable[[Sizes], bool] = lambda _: True) -> Iterator[Sizes]:
@@ -72,9 +74,10 @@ def homogeneous(task: Task, one: Sizes, images: Sequence[Row], *, trained: bool 
     replicas and micro-batches, and each tensor rank has the whole encoder and all images of its micro-batch."""
     count = micro_batches(len(images), one)
     among = 1 if trained else one.tensor
-    if not count or not _fits(task, one, count, among) or (trained and one.pipeline > 1):
-        return None
     costs, cluster = task.costs, task.cluster
+    whole = costs.encoders[0].parameters / among  # where so many tensor ranks hold a part of the encoder each
+    if not count or (trained and one.pipeline > 1) or language_bytes(task, one, count, whole) > task.capacity:
+        return None
     rows = _shown(images)
     mean = costs.encoders[0].seconds(sum(rows) / len(rows) * one.rows / among)
     if trained:
@@ -87,8 +90,7 @@ def homogeneous(task: Task, one: Sizes, images: Sequence[Row], *, trained: bool 
         return [added(first, _encoder(task, shown, among)), *others], ()
 
     longest, busy = _pipelines(one, _in_order(rows, one, count), stages_of)
-    sharded, whole = costs.language.parameters, costs.encoders[0].parameters
-    per_device = sharded / (one.tensor * one.pipeline) + whole / among
+    per_device = costs.language.parameters / (one.tensor * one.pipeline) + whole
     once = once_seconds(cluster, per_device, one.data, one.tensor)
     return Step(longest + once, busy)
 
@@ -129,13 +131,9 @@ def apart_in_order(task: Task, one: Sizes, images: Sequence[Row]) -> Step | None
     return Step(timed.makespan + once_of_parts(task, one), busy)
 
 
-def cornstarch_sizes(task: Task) -> Iterator[Sizes]:
+def cornstarch(one: Sizes) -> bool:
     """Encoder stages of as many devices as the language model's."""
-
-    def allowed(one: Sizes) -> bool:
-        return one.encoders[0] % (one.data * one.tensor) == 0
-
-    return apart_sizes(task, allowed)
+    return one.encoders[0] % (one.data * one.tensor) == 0
 
 
 def encoder_pipeline(task: Task, one: Sizes, images: Sequence[Row]) -> Step | None:
@@ -187,24 +185,14 @@ def _pipelines(
     return longest, busy
 
 
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
 def _encoder(task: Task, shown: float, tensor: int) -> Times:
     """Of images that are dealt to the tensor ranks of a stage, which gather the features."""
     times = task.costs.encoders[0].seconds(math.ceil(shown / tensor))
     if tensor == 1 or not shown:
         return times
-    gathered = task.cluster.collective_seconds(
-        "all_gather", shown * task.costs.encoders[0].features, range(tensor)
-    )
+    features = shown * task.costs.encoders[0].features
+    gathered = task.cluster.collective_seconds("all_gather", features, range(tensor))
     return times[0] + gathered, times[1] + gathered, times[2]
-
-
-def _fits(task: Task, one: Sizes, count: int, among: int) -> bool:
-    """Whether one mesh fits, where so many tensor ranks hold a part of the encoder each."""
-    return language_bytes(task, one, count, task.costs.encoders[0].parameters / among) <= task.capacity
 
 
 def _shown(images: Sequence[Row]) -> list[float]:

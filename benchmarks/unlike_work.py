@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Annotated, Any
@@ -26,14 +26,15 @@ import torch
 import torch.distributed as dist
 from commandline import Only, run
 from measure import quiet
-from pages import Benchmark, table
+from pages import Benchmark, spaced, table
+from shapes import LLAMA_8B, LLAMA_70B, Fields
 from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 from unlike_strategies import (
     DEGREES,
     apart_in_order,
     apart_sizes,
-    cornstarch_sizes,
+    cornstarch,
     encoder_pipeline,
     homogeneous,
     homogeneous_sizes,
@@ -107,13 +108,10 @@ CLUSTERS = ("h100", "cloudmatrix384")
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the rows that it learns from."""
+    """A model, whose rows have `LENGTH` tokens, of which images have a part."""
 
-    name: str
-    vision: Mapping[str, Any]
-    text: Mapping[str, Any]
-    length: int
-    """Tokens of a row, of which images have a part."""
+    vision: Fields
+    text: Fields
 
     @property
     def patches(self) -> int:
@@ -121,22 +119,19 @@ class Shape:
         return int((self.vision["image_size"] // self.vision["patch_size"]) ** 2)
 
 
-def _sizes(hidden: int, inner: int, layers: int, heads: int, **more: int) -> dict[str, int]:
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    return {**sizes, "num_attention_heads": heads, **more}
-
-
-SO400M = _sizes(1152, 4304, 27, 16, image_size=384, patch_size=14)
-VIT_6B = _sizes(3200, 12800, 45, 25, image_size=448, patch_size=14)
-LLAMA_8B = _sizes(4096, 14336, 32, 32, num_key_value_heads=8, vocab_size=128256)
-LLAMA_70B = _sizes(8192, 28672, 80, 64, num_key_value_heads=8, vocab_size=128256)
+LENGTH = 8192
+SO400M = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "image_size": 384, "patch_size": 14,
+}  # fmt: skip
+VIT_6B = {
+    "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45, "num_attention_heads": 25,
+    "image_size": 448, "patch_size": 14,
+}  # fmt: skip
 SHAPES = {
-    one.name: one
-    for one in (
-        Shape("SigLIP 0.4B + Llama 8B", SO400M, LLAMA_8B, 8192),
-        Shape("ViT 6B + Llama 8B", VIT_6B, LLAMA_8B, 8192),
-        Shape("ViT 6B + Llama 70B", VIT_6B, LLAMA_70B, 8192),
-    )
+    "SigLIP 0.4B + Llama 8B": Shape(SO400M, LLAMA_8B),
+    "ViT 6B + Llama 8B": Shape(VIT_6B, LLAMA_8B),
+    "ViT 6B + Llama 70B": Shape(VIT_6B, LLAMA_70B),
 }
 
 
@@ -144,41 +139,37 @@ SHAPES = {
 def model_costs(name: str, preset: str) -> ModelCosts:
     """Those of a model on a cluster."""
     shape, cluster = SHAPES[name], Cluster.preset(preset)
+    width, depth = shape.text["hidden_size"], shape.text["num_hidden_layers"]
+    deep = (shape.vision["num_hidden_layers"] / LAYERS, depth / LAYERS)
 
-    def line(points: Mapping[float, list[Times]], part: int, place: int, times: float) -> Line:
+    def lines(points: Mapping[int, Sequence[Sequence[Times]]], part: int) -> tuple[tuple[Line, ...], ...]:
+        """Seconds of a part's passes by the size of what is captured: of all its layers, and of the rest."""
         (one, here), (other, there) = points.items()
-        return Line.through((one, times * here[part][place]), (other, times * there[part][place]))
+        return tuple(
+            tuple(
+                Line.through((one, times * a), (other, times * b))
+                for a, b in zip(here[of][part], there[of][part], strict=True)
+            )
+            for of, times in enumerate((deep[part], 1))
+        )
 
-    images = {n: _captured(shape, cluster, 1, 1, n) for n in (1, 4)}
-    deep = shape.vision["num_hidden_layers"] / LAYERS
-    vision = []
-    for place in range(3):
-        deeper = line({n: one[0] for n, one in images.items()}, 0, place, deep)
-        rest = line({n: one[1] for n, one in images.items()}, 0, place, 1)
-        vision.append(Line(deeper.constant + rest.constant, deeper.slope + rest.slope))
-    layers, head = {}, {}
-    deep = shape.text["num_hidden_layers"] / LAYERS
-    for tensor in DEGREES:
-        rows = {n: _captured(shape, cluster, tensor, n, n) for n in (1, 2)}
-        layers[tensor] = tuple(line({n: one[0] for n, one in rows.items()}, 1, at, deep) for at in range(3))
-        head[tensor] = tuple(line({n: one[1] for n, one in rows.items()}, 1, at, 1) for at in range(3))
+    vision = zip(*lines({n: _captured(shape, cluster, 1, 1, n) for n in (1, 4)}, 0), strict=True)
+    text = {t: lines({n: _captured(shape, cluster, t, n, n) for n in (1, 2)}, 1) for t in DEGREES}
     of_encoder, of_text = _parameters(shape)
     inputs = 2.0 * shape.patches * shape.vision["hidden_size"] * shape.vision["num_hidden_layers"]
     encoder = EncoderCosts(
         name="vision",
         modules=VISION,
-        passes=(vision[0], vision[1], vision[2]),
+        passes=tuple(Line(a.constant + b.constant, a.slope + b.slope) for a, b in vision),  # type: ignore[arg-type]
         saved=Line(0.0, inputs),
         workspace=Line(WORKSPACE, 0.0),
-        features=2.0 * shape.patches * shape.text["hidden_size"],
+        features=2.0 * shape.patches * width,
         parameters=of_encoder,
     )
-    depth = shape.text["num_hidden_layers"]
-    saved = Line(0.0, 2.0 * shape.length * shape.text["hidden_size"] * depth)
     language = LanguageCosts(
-        layers=layers,  # type: ignore[arg-type]
-        head=head,  # type: ignore[arg-type]
-        saved=dict.fromkeys(DEGREES, saved),
+        layers={tensor: layers for tensor, (layers, _) in text.items()},  # type: ignore[misc]
+        head={tensor: head for tensor, (_, head) in text.items()},  # type: ignore[misc]
+        saved=dict.fromkeys(DEGREES, Line(0.0, 2.0 * LENGTH * width * depth)),
         workspace=dict.fromkeys(DEGREES, Line(WORKSPACE, 0.0)),
         recomputed=dict.fromkeys(DEGREES, Line(0.0, 0.0)),
         depth=depth,
@@ -187,45 +178,37 @@ def model_costs(name: str, preset: str) -> ModelCosts:
     return ModelCosts((encoder,), language)
 
 
-def _model(name: str) -> LlavaConfig:
-    shape = SHAPES[name]
-    return LlavaConfig(
+def _model(shape: Shape) -> LlavaForConditionalGeneration:
+    config = LlavaConfig(
         vision_config={"model_type": "siglip_vision_model", **shape.vision, "num_hidden_layers": LAYERS},
-        text_config={"model_type": "llama", **shape.text, "num_hidden_layers": LAYERS},
+        text_config={**shape.text, "num_hidden_layers": LAYERS},
         image_token_id=shape.text["vocab_size"] - 1,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
     )
+    with torch.device("meta"):
+        return LlavaForConditionalGeneration(config)
 
 
 def _parameters(shape: Shape) -> tuple[int, int]:
     """Of the encoder and of the language model, with all layers."""
-    with torch.device("meta"):
-        model = LlavaForConditionalGeneration(_model(shape.name))
     counts = [0, 0]
-    for name, one in model.named_parameters():
+    for name, one in _model(shape).named_parameters():
         text = not name.startswith(VISION)
         deep = (shape.text if text else shape.vision)["num_hidden_layers"] / LAYERS
         counts[text] += int(one.numel() * (deep if ".layers." in name else 1))
     return counts[0], counts[1]
 
 
-def _captured(
-    shape: Shape, cluster: Cluster, tensor: int, rows: int, images: int
-) -> tuple[list[Times], list[Times]]:
-    """(of layers, of the rest), by part: encoder, language model."""
-    with torch.device("meta"):
-        model = LlavaForConditionalGeneration(_model(shape.name)).to(torch.bfloat16)
-    ids = torch.zeros(rows, shape.length, dtype=torch.int64)
+def _captured(shape: Shape, cluster: Cluster, tensor: int, rows: int, images: int) -> list[list[Times]]:
+    """Of layers and of the rest, by part: encoder, language model."""
+    ids = torch.zeros(rows, LENGTH, dtype=torch.int64)
     ids.flatten()[: images * shape.patches] = shape.text["vocab_size"] - 1
     size = shape.vision["image_size"]
-    micro = MicroBatch(
-        ids,
-        ids.clone(),
-        torch.arange(shape.length).repeat(rows, 1),
-        torch.arange(rows),
-        extra={"pixel_values": torch.zeros(images, 3, size, size)},
-    )
+    positions = torch.arange(LENGTH).repeat(rows, 1)
+    extra = {"pixel_values": torch.zeros(images, 3, size, size)}
+    micro = MicroBatch(ids, ids.clone(), positions, torch.arange(rows), extra=extra)
+    model = _model(shape).to(torch.bfloat16)
     found = captured_parts(model, micro, cluster, {"vision": VISION}, tensor=tensor, few_layers=False)
 
     def priced(*, layers: bool) -> list[Times]:
@@ -234,7 +217,7 @@ def _captured(
 
         return [found.seconds(part, counts) for part in ("vision", LANGUAGE)]
 
-    return priced(layers=True), priced(layers=False)
+    return [priced(layers=True), priced(layers=False)]
 
 
 def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
@@ -249,16 +232,15 @@ def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
     found: dict[str, Found] = {
         "homogeneous": best(task, homogeneous_sizes(task), homogeneous),
         "Megatron's rule": best(task, apart_sizes(task, megatron), apart_in_order),
-        "Cornstarch's rule": best(task, cornstarch_sizes(task), encoder_pipeline),
+        "Cornstarch's rule": best(task, apart_sizes(task, cornstarch), encoder_pipeline),
         "train": best(task, homogeneous_sizes(task), trained),
         "submodels": best(task, apart_sizes(task), submodels),
     }
-    kinds: list[Any] = []
-    for step in found["submodels"].steps[:1]:
-        kinds = [asdict(kind) for kind in step.kinds]
-        for kind in kinds:
-            for name in ("forward", "backward"):
-                kind[name] = [[*edge, seconds] for edge, seconds in kind[name].items()]
+    kinds = [
+        {**asdict(kind), "forward": _edges(kind.forward), "backward": _edges(kind.backward)}
+        for step in found["submodels"].steps[:1]
+        for kind in step.kinds
+    ]
     return {
         **asdict(setting),
         "cluster": cluster,
@@ -267,7 +249,9 @@ def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
         "rules": {
             name: {
                 "sizes": str(one.sizes),
-                **{key: getattr(one, key) for key in ("seconds", "bubbles", "tried")},
+                "seconds": one.seconds,
+                "bubbles": one.bubbles,
+                "tried": one.tried,
             }
             for name, one in found.items()
         },
@@ -275,9 +259,8 @@ def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
     }
 
 
-def chosen(row: Mapping[str, Any]) -> str:
-    """What the estimate prefers of ours."""
-    return min(OURS, key=lambda name: row["rules"][name]["seconds"])
+def _edges(seconds: Mapping[tuple[int, int], float]) -> list[list[float]]:
+    return [[*edge, one] for edge, one in seconds.items()]
 
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
@@ -288,33 +271,30 @@ def page(result: Mapping[str, Any]) -> Iterator[str]:
             return "does not fit"
         return f"{rule['seconds']:.2f} s, {rule['bubbles']:.0%} idle ({rule['sizes']})"
 
-    def compared(row: Mapping[str, Any]) -> str:
-        base, mine = row["rules"]["homogeneous"], row["rules"][chosen(row)]
-        seconds = mine["seconds"] / base["seconds"]
-        utilization, idle = 1 / seconds - 1, mine["bubbles"] / base["bubbles"] - 1
-        return f"{chosen(row)}: step {seconds - 1:+.0%}, utilization {utilization:+.0%}, idle {idle:+.0%}"
+    def cells(row: Mapping[str, Any]) -> Iterator[str]:
+        rules = row["rules"]
+        yield from (row["model"], f"{row['devices']} × {row['cluster']}", f"{row['encoder_share']:.0%}")
+        yield from (cell(rules[name]) for name in RULES)
+        chosen = min(OURS, key=lambda name: rules[name]["seconds"])  # what the estimate prefers
+        seconds, idle = (rules[chosen][key] / rules["homogeneous"][key] for key in ("seconds", "bubbles"))
+        yield f"{chosen}: step {seconds - 1:+.0%}, utilization {1 / seconds - 1:+.0%}, idle {idle - 1:+.0%}"
 
     rules = "Homogeneous | Megatron's rule | Cornstarch's rule | train, rows dealt | Submodels"
-    yield from table(
-        f"Model | Devices | Encoder | {rules} | Ours",
-        (
-            (
-                *(row["model"], f"{row['devices']} × {row['cluster']}", f"{row['encoder_share']:.0%}"),
-                *(cell(row["rules"][name]) for name in RULES),
-                compared(row),
-            )
-            for row in result["simulated"]
+    return spaced(
+        table(
+            f"Model | Devices | Encoder | {rules} | Ours",
+            (tuple(cells(row)) for row in result["simulated"]),
+            "llr",
         ),
-        "llr",
+        table(
+            "Sleeping stages on gloo workers | Groups | Micro-batches | Simulated | Measured, median | ",
+            (
+                f"| {row['name']} | {row['groups']} | {row['micro_batches']} | {row['simulated']:.3f} s | "
+                f"{row['measured']:.3f} s | {row['measured'] / row['simulated'] - 1:+.1%} |"
+                for row in result["replayed"]
+            ),
+        ),
     )
-    yield ""
-    yield "| Sleeping stages on gloo workers | Groups | Micro-batches | Simulated | Measured, median | |"
-    yield "|---|---|---|---|---|---|"
-    for row in result["replayed"]:
-        yield (
-            f"| {row['name']} | {row['groups']} | {row['micro_batches']} | {row['simulated']:.3f} s | "
-            f"{row['measured']:.3f} s | {row['measured'] / row['simulated'] - 1:+.1%} |"
-        )
 
 
 BENCHMARK = Benchmark("unlike_work", {"submodels.md": page})
@@ -323,18 +303,15 @@ BENCHMARK = Benchmark("unlike_work", {"submodels.md": page})
 def kinds_of(row: Mapping[str, Any]) -> list[MicroBatchKind]:
     """As `simulated` kept them."""
 
-    def costs_of(kept: Mapping[str, Any]) -> Costs:
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()
-        }
-        return Costs(**fields)
+    def tuples(kept: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
 
     def by_edge(kept: Any) -> dict[tuple[int, int], float]:
         return {(source, target): seconds for source, target, seconds in kept}
 
     return [
         MicroBatchKind(
-            costs_of(kind["costs"]),
+            Costs(**tuples(kind["costs"])),
             tuple(kind["placement"]),
             by_edge(kind["forward"]),
             by_edge(kind["backward"]),
@@ -406,19 +383,17 @@ def _worker(rank: int, world: int, kinds: list[MicroBatchKind]) -> list[float]:
 def replayed(name: str, kinds: list[MicroBatchKind]) -> dict[str, Any]:
     """Seconds of a step as simulated and as measured, with transfers that take nothing."""
     groups = 1 + max(rank for kind in kinds for rank in kind.placement)
-    apart = [
-        MicroBatchKind.chain(replace(kind.costs, transfers=()), kind.placement, kind.count) for kind in kinds
-    ]
-    scale = REPLAYED_S / step_schedule(apart, groups).makespan
 
-    def scaled(costs: Costs) -> Costs:
+    def scaled(kind: MicroBatchKind, scale: float) -> MicroBatchKind:
         times: dict[str, Any] = {
-            key: tuple(scale * one for one in getattr(costs, key))
+            key: tuple(scale * one for one in getattr(kind.costs, key))
             for key in ("forward", "backward", "input", "weight")
         }
-        return replace(costs, transfers=(), **times)
+        costs = replace(kind.costs, transfers=(), **times)
+        return MicroBatchKind.chain(costs, kind.placement, kind.count)
 
-    scaled_kinds = [MicroBatchKind.chain(scaled(kind.costs), kind.placement, kind.count) for kind in kinds]
+    scale = REPLAYED_S / step_schedule([scaled(kind, 1.0) for kind in kinds], groups).makespan
+    scaled_kinds = [scaled(kind, scale) for kind in kinds]
     ranks: list[list[float]] = run_ranks(_worker, groups, scaled_kinds, timeout=300.0)
     return {
         "name": name,
@@ -430,7 +405,7 @@ def replayed(name: str, kinds: list[MicroBatchKind]) -> dict[str, Any]:
 
 
 def main(only: Only = "", replay: Annotated[bool, "of what was simulated before"] = False) -> None:
-    """Simulate, replay, print, keep."""
+    """Simulate, replay, keep."""
     rows = BENCHMARK.kept()["simulated"] if replay else []
     for setting in SETTINGS:
         for cluster in CLUSTERS:
@@ -438,14 +413,15 @@ def main(only: Only = "", replay: Annotated[bool, "of what was simulated before"
                 rows.append(simulated(setting, cluster))
                 print({key: value for key, value in rows[-1].items() if key != "kinds"}, flush=True)
     # Few processes, so that they sleep on a small machine at the same time.
-    small = [row for row in rows if row["kinds"]]
-    small = sorted(small, key=lambda row: max(max(kind["placement"]) for kind in row["kinds"]))[:3]
-    names = [f"{row['model']}, {row['devices']} × {row['cluster']}" for row in small]
-    replays = [replayed(name, kinds_of(row)) for name, row in zip(names, small, strict=True)]
-    found = {"simulated": rows, "replayed": replays}
-    print("\n".join(page(found)))
+    small = sorted(
+        (row for row in rows if row["kinds"]),
+        key=lambda row: max(max(kind["placement"]) for kind in row["kinds"]),
+    )
+    replays = [
+        replayed(f"{row['model']}, {row['devices']} × {row['cluster']}", kinds_of(row)) for row in small[:3]
+    ]
     if not only:
-        BENCHMARK.keep(found)
+        BENCHMARK.keep({"simulated": rows, "replayed": replays})
 
 
 if __name__ == "__main__":

@@ -48,10 +48,9 @@ def test_a_token_is_sent_once_only_where_experts_are_spread_and_the_framework_do
 
 def test_launches_of_a_product_of_experts_are_those_of_the_closed_forms_less_what_is_captured() -> None:
     known = Constants(routing=230.0)
-    plain = SimpleNamespace(table=_row(), constants=known)
-    fused = SimpleNamespace(table=_row(fused_routing=1.0), constants=known)
-    assert 2 * grouped_launches(plain) + CAPTURED_ROUTING == pytest.approx(230.0)  # type: ignore[arg-type]
-    assert 2 * grouped_launches(fused) + CAPTURED_ROUTING == pytest.approx(115.0)  # type: ignore[arg-type]
+    for fused_routing, launches in ((0.0, 230.0), (1.0, 115.0)):
+        found = grouped_launches(_row(fused_routing=fused_routing), known)
+        assert 2 * found + CAPTURED_ROUTING == pytest.approx(launches)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +63,5 @@ def test_products_by_architecture_and_by_who_chooses_their_kernels(
     device = Cluster.preset("h100").device
     assert device is not None
     table = _row(architecture=float(ARCHITECTURES.index(architecture)), tuned=tuned)
-    one: Any = SimpleNamespace(table=table, constants=Constants(first=0.8, ultra=1.2))
-    (found,) = products(one, device)
+    (found,) = products(table, Constants(first=0.8, ultra=1.2), device)
     assert found.best == pytest.approx(times * device.efficiency.matmul[0].best)

@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, Any]] = {
 @functools.cache
 def _beside(case: str) -> dict[str, tuple[float, float]]:
     model, adapter = CASES[case]
-    return beside(model, "unused", adapter)
+    return beside(model, adapter)
 
 
 @pytest.mark.parametrize("case", CASES)
