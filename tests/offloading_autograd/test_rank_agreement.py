@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from harness.told_ranks import among
 from hyper_parallel.errors import BudgetError, FollowsError
 from hyper_parallel.offloading.autograd.rank_agreement import agreed
-
-
-def among(*others: tuple[int, int]) -> Any:
-    """A handle whose other ranks told these two numbers."""
-
-    def all_reduce(told: torch.Tensor, names: Any, how: str) -> torch.Tensor:
-        assert how == "max"
-        return torch.stack([told, *map(torch.tensor, others)]).amax(0)
-
-    mesh = SimpleNamespace(world=1 + len(others), names=("shard",))
-    return SimpleNamespace(mesh=mesh, device="cpu", all_reduce=all_reduce)
 
 
 def refuses(floor: int | None) -> Any:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from harness.told_ranks import among
 from hyper_parallel.step import engine
 
 SHAPE: Any = "a shape"
@@ -16,16 +16,10 @@ SHAPE: Any = "a shape"
 def graphs(*others: list[float]) -> Any:
     """Graphs of a rank whose other ranks told these numbers."""
 
-    def all_reduce(told: torch.Tensor, names: Any, how: str) -> torch.Tensor:
-        assert how == "max"
-        return torch.stack([told, *map(torch.tensor, others)]).amax(0)
-
     class Graphs(dict[Any, Any]):
         orders_collectives = True
         uncompiled = None
-        shadow = SimpleNamespace(
-            handle=SimpleNamespace(mesh=SimpleNamespace(names=("shard",)), all_reduce=all_reduce)
-        )
+        shadow = SimpleNamespace(handle=among(*others))
 
         def ready(self, shape: Any) -> bool:
             return shape in self
