@@ -20,17 +20,24 @@ from typing import Any
 from hyper_parallel.launch.parent_death import die_with
 
 _lock = threading.Lock()
+_started: int | None = None
+"""The process id of the server that `fork_context` started last."""
 
 
 def fork_context() -> ForkServerContext:
     """The context whose processes are forks of the server, which runs from here on."""
+    global _started
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["harness.preloaded"])
     with _lock:
+        if _running() and server_pid() != _started:
+            # The package's own code, run by a test in this process, started it, with its own imports only.
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
         if not _running():
             # The server does not take over sys.path before Python 3.13, only the environment.
             with _environment(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1"):
                 forkserver.ensure_running()
+            _started = server_pid()
     return context
 
 
@@ -70,7 +77,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 def warm_up() -> None:
     """Return when the server has done its imports. They are no test's cost."""
-    if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
+    if _started is None or not _running():
         process = fork_context().Process(target=time.sleep, args=(0,))
         process.start()
         process.join()
