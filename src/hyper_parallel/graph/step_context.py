@@ -51,6 +51,8 @@ class StepContext:
     expert_rows: int = 1
     """Rows of each expert are filled up to a multiple of this: a product of few rows adds up in another order, and a
     generated token must not depend on how many tokens of other requests an expert gets."""
+    widest_spread: bool = False
+    """For the memory of a pass only: experts get as many rows, and as many of filling, as any choice can give them."""
     even_load: float | None = None
     """For costs only, the sizes hold for no batch: every expert is chosen equally often, and this rank's get so many
     times the mean. None reads the routing."""

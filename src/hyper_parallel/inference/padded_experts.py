@@ -11,15 +11,13 @@ Where a byte budget keeps the experts in tiers, the choice is announced before t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference.blocked_products import blocked_products
 from hyper_parallel.inference.ragged_pass import current
 from hyper_parallel.inference.weights.away_weight import experts_of
@@ -35,7 +33,7 @@ def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_T
     own = inspect.unwrap(type(module).forward)
     slots = experts_TK.size(1)
     streamed = experts_of(module)
-    if _widest.get():
+    if current_step().widest_spread:
         if streamed is not None:
             reached = min(slots, module.num_experts)
             streamed.choose([len(hidden_TD)] * reached + [0] * (module.num_experts - reached), slots)
@@ -80,17 +78,6 @@ def _tokens(rows: int) -> int:
     return len(ragged.slots) or rows if rows == ragged.length else rows
 
 
-@contextmanager
-def widest_spread() -> Iterator[None]:
-    """Inside, experts are given as many rows of filling as there can be, and each that computes is given all rows: at
-    least the memory of any choice of experts."""
-    token = _widest.set(True)
-    try:
-        yield
-    finally:
-        _widest.reset(token)
-
-
 def register() -> bool:
     """Make the function known to Transformers; whether this version of it has such functions."""
     try:
@@ -99,6 +86,3 @@ def register() -> bool:
         return False
     ALL_EXPERTS_FUNCTIONS.register(NAME, padded_experts)
     return True
-
-
-_widest: ContextVar[bool] = ContextVar("widest_spread", default=False)

@@ -11,13 +11,13 @@ b.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
 from hyper_parallel.config.inference import Inference, Sampling
-from hyper_parallel.inference import padded_experts
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference.budget.live_bytes import LiveBytes
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.page_allocator import Run
@@ -78,7 +78,10 @@ def measure(engine: Engine, known: Sequence[Tensor], count: int, extent: Extent,
 def _peak(
     engine: Engine, known: Sequence[Tensor], sizes: KVCacheSizes, chosen: list[tuple[Running, Segment]]
 ) -> int:
-    with engine.rehearsal(sizes) as (cache, advance), padded_experts.widest_spread():
+    with (
+        engine.rehearsal(sizes) as (cache, advance),
+        replace(current_step(), widest_spread=True).installed(),
+    ):
         # Pages are known from the beginning: the pass sees those of a layer when it comes to it.
         counter = LiveBytes(engine.device, [*known, *cache.stores], partial(getattr, cache.staging, "bytes"))
         with counter:

@@ -66,6 +66,9 @@ def compute(
     `weights` hold this rank's experts, `experts` / `expert.size` of them, by parameter name, in order of their
     `places`; None is the model's own order, without replicas.
     """
+    if current_step().widest_spread:
+        # Those of one rank, as far as they suffice: no choice sends it more rows.
+        ids = torch.arange(ids.size(1), device=ids.device, dtype=ids.dtype).expand_as(ids)
     keys = ids.flatten()
     if places is not None:
         keys = places.keys[keys]

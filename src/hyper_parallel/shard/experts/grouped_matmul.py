@@ -102,6 +102,10 @@ def apply_experts(
     if multiple == 1:
         return _applied(module, weights, rows, counts)
     filled = [-(-count // multiple) * multiple for count in counts]
+    if current_step().widest_spread:
+        # The most for so many rows: each expert that has any is one row over a multiple.
+        most = rows.size(0) + min(len(counts), rows.size(0)) * (multiple - 1)
+        filled[0] += max(most // multiple * multiple - sum(filled), 0)
     starts = accumulate(filled, initial=0)
     places = torch.tensor(
         [start + row for start, count in zip(starts, counts, strict=False) for row in range(count)],
