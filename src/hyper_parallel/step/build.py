@@ -40,6 +40,7 @@ from hyper_parallel.step.multimodal import (
     media_kinds,
     model_class,
 )
+from hyper_parallel.step.owner import Prepared, against_owner
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.step.pipeline_graphs import pipeline_graphs
 from hyper_parallel.step.submodel_run import BuiltSubmodels, build_submodels
@@ -102,8 +103,9 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     `device`: where the step will run. Every rank comes to the same engine. Raises ConfigError, StrategyError or
     DataError.
     """
-    plain, text = unsharded(config, model)
-    config = with_steps(config, text)
+    prepared = compared_with_owner(config, model)
+    plain, text = prepared.model, prepared.text
+    config = with_steps(prepared.config, text)
     # Counted before the weights are split.
     flops = language_flops(plain) if text.media else flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)
@@ -137,6 +139,17 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
         lend(plain)
     fresh = any(parameter.is_meta for parameter in plain.parameters())
     return Built(plain, as_dict, text, flops, fresh, generation, graphs=captured)
+
+
+def compared_with_owner(
+    config: RunConfig, model: nn.Module | None = None, *, always: bool = False
+) -> Prepared:
+    """The model before any strategy and the data, as `unsharded`, once the owner check is made. A collective.
+
+    `always` and what is raised: as of `against_owner`.
+    """
+    plain, text = unsharded(config, model)
+    return against_owner(config, plain, text, lambda changed: unsharded(changed, model)[1], always=always)
 
 
 def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TrainingData]:

@@ -10,14 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.packed_documents import positions_known
 
 
 def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inputs: Any) -> Any:
     """What the model returns for ids and positions, both int64 [B, S], and what else it takes (`pixel_values`).
 
-    A Transformers model is given `position_ids`, in which a packed document restarts at 0, no attention mask
-    and `use_cache=False`: only then does it keep packed documents apart. Some hand it on without naming it as a
-    parameter (Granite's mixtures, LLaVA). Any other module is given what its `forward` has parameters for.
+    A Transformers model is given `position_ids`, in which a packed document restarts at 0, no attention mask and
+    `use_cache=False`: only then does it keep packed documents apart. Its masks find the positions also where it does
+    not hand them on. Some hand `use_cache` on without naming it as a parameter (Granite's mixtures, LLaVA). Any other
+    module is given what its `forward` has parameters for.
     """
     given: dict[str, Any] = {"use_cache": False}
     if position_ids is not None:
@@ -26,7 +28,8 @@ def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inp
     taken = parameters_of(type(core).forward)
     if _hands_on(type(core).forward) and _may_cache(core):
         taken = taken | {"use_cache"}
-    return model(input_ids, **{name: value for name, value in given.items() if name in taken}, **inputs)
+    with positions_known(position_ids):
+        return model(input_ids, **{name: value for name, value in given.items() if name in taken}, **inputs)
 
 
 def _may_cache(model: Any) -> bool:

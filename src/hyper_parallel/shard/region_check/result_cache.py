@@ -1,8 +1,8 @@
-"""Cache of passed region checks on disk, by digest.
+"""Cache of checks on disk, by digest: region checks that passed, and what owner checks found.
 
-`$XDG_CACHE_HOME/hyper-parallel/checks`, else under `~/.cache`. A file's presence is the verdict; its text is for
-people. Only what is right is kept: what is refused is computed again, and so is everything when the model's code, this
-package's, PyTorch or Transformers change.
+`$XDG_CACHE_HOME/hyper-parallel/checks`, else under `~/.cache`. Of a region check a file's presence is the verdict, and
+its text is for people: only what is right is kept, and what is refused is computed again. Of an owner check the text is
+the verdict. Everything is computed again when the model's code, this package's, PyTorch or Transformers change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyper_parallel.shard.region_check.sample_inputs import SampleCall
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.strategy import Strategy
 
-_known: set[str] = set()
+_known: dict[str, str] = {}
 
 
 def digest(model: nn.Module, strategy: Strategy, call: SampleCall | None) -> str:
@@ -50,9 +50,19 @@ def passed(key: str) -> bool:
     return key in _known or (_folder() / key).is_file()
 
 
+def kept(key: str) -> str | None:
+    """The text that was kept of a check, by this process or another."""
+    if key not in _known:
+        try:
+            _known[key] = (_folder() / key).read_text().rstrip("\n")
+        except OSError:
+            return None
+    return _known[key]
+
+
 def keep(key: str, text: str) -> None:
-    """Keep that a check passed. A folder that cannot be written keeps it in this process only."""
-    _known.add(key)
+    """Keep the text of a check. A folder that cannot be written keeps it in this process only."""
+    _known[key] = text
     try:
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / key).write_text(text + "\n")
