@@ -129,7 +129,8 @@ def check_rows_of_call(
 
 def refuse_longer(model: nn.Module, strategy: Strategy, positions: int) -> None:
     """Let a model refuse rows of more than these positions, beside which others would be computed otherwise."""
-    name = type(without_adapters(model)).__name__
+    # FSDP2 gives modules classes of its own.
+    name = type(without_adapters(model)).__name__.removeprefix("FSDP")
 
     def guard(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         tensors = (one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor) and one.dim() == 2)

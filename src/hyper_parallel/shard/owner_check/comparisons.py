@@ -32,6 +32,8 @@ Verdict = Literal["right", "differs", "not applicable"]
 
 LENGTH = 24
 """Positions of a row."""
+SHORT = 4
+"""Positions of the rows whose positions are far apart: fewer than any table of factors is made for."""
 DOCUMENTS = (7, 11, 6)
 """Positions of the documents of a packed row."""
 CHUNK = 10
@@ -109,7 +111,7 @@ def compare(
                 template = without_dropout(small.model)
                 subject = _Subject(template, spread, min(size, vocabulary_of(template) or size))
                 try:
-                    subject.logits([LENGTH])
+                    subject.logits([0], LENGTH)
                 # A copy may have sizes that the model's own code cannot do.
                 except Exception as error:
                     reason = f"a copy of it does not run: {_line(error)}"
@@ -142,10 +144,10 @@ class _Subject:
         """A copy as we train it."""
         return self.spread(self.copied(precise=precise), ALONE)
 
-    def logits(self, starts: list[int], *, precise: bool = False) -> Tensor:
+    def logits(self, starts: list[int], length: int, *, precise: bool = False) -> Tensor:
         """Logits of one row for each start: its positions begin there. Of a copy that computed nothing before."""
-        ids = self.ids(len(starts))
-        return _logits(self.ours(precise=precise), ids, _positions(starts))
+        ids = self.ids(len(starts), length)
+        return _logits(self.ours(precise=precise), ids, _positions(starts, length))
 
 
 def _positions(starts: list[int], length: int = LENGTH) -> Tensor:
@@ -281,8 +283,8 @@ def _length(subject: _Subject) -> Comparison:
     limits = _limits(subject.template)
 
     def beside(largest: int, precise: bool) -> tuple[Outcome, Outcome]:
-        alone = subject.logits([0], precise=precise)
-        together = subject.logits([0, largest - LENGTH], precise=precise)
+        alone = subject.logits([0], SHORT, precise=precise)
+        together = subject.logits([0, largest - SHORT], SHORT, precise=precise)
         return _of_logits({"a row": alone}), _of_logits({"a row": together[:1]})
 
     found = Comparison("not applicable", "its config names no number of positions")
@@ -294,7 +296,7 @@ def _length(subject: _Subject) -> Comparison:
             break
     if found.verdict != "differs":
         return found
-    low, high = LENGTH, limit
+    low, high = SHORT, limit
     while high - low > 1:
         middle = (low + high) // 2
         if decided(lambda precise, middle=middle: beside(middle, precise)).right:  # type: ignore[misc]
@@ -311,7 +313,7 @@ def _limits(model: nn.Module) -> list[int]:
     largest."""
     config: Any = text_config(model)
     most = getattr(config, "max_position_embeddings", None)
-    return [4 * most, most] if isinstance(most, int) and most > LENGTH else []
+    return [4 * most, most] if isinstance(most, int) and most > SHORT else []
 
 
 def _of_logits(logits: dict[str, Tensor]) -> Outcome:
