@@ -134,7 +134,7 @@ def test_verify_says_what_the_owner_check_found(tmp_path: Path) -> None:
 
 def test_verify_decides_as_train_does(tmp_path: Path) -> None:
     run = _run(tmp_path, MAMBA, data={"pack": True}, strategy={"axes": {"shard": 2}})
-    with pytest.raises(ConfigError, match="set data.pack: false"):
+    with pytest.raises(ConfigError, match=r"set data\.pack: false"):
         verify_file(run)
     unchecked = _run(tmp_path, MAMBA, data={"pack": True}, strategy={"check": False})
     prepared = compared_with_owner(unchecked, always=True)
