@@ -103,9 +103,10 @@ class _Balancing:
 def _probed(core: Any, router_logits: bool) -> OwnTerms:
     forward = inspect.unwrap(type(core).forward)
     balancing, head = _Balancing(), core.get_output_embeddings()
-    linear = base_of(head)
-    weight = linear.weight
-    features, vocabulary = (weight.shape[dim_of_features(linear, output=out)] for out in (False, True))
+    linear: Any = base_of(head)
+    features, vocabulary = (
+        int(linear.weight.shape[dim_of_features(linear, output=out)]) for out in (False, True)
+    )
     logits = torch.zeros(1, 2, vocabulary, requires_grad=True)
     probe = copy.copy(core)
     stand_ins = {core.base_model_prefix: _Fixed(_Output(torch.zeros(1, 2, features)))}

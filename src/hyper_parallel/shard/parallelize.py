@@ -42,6 +42,7 @@ from hyper_parallel.shard.region_check import (
     check_on_first_call,
     refusal_before_training,
 )
+from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
@@ -112,7 +113,7 @@ def parallelize(
     together = pipeline.alike if pipeline is not None else ()
     unseen, longest = False, None
     if like is None:
-        with waiting("comparing the strategy with one device, on a small copy of the model"):
+        with waiting("comparing the strategy with one device, on a small copy of the model"), unchanged():
             unseen = not check_before_training(model, strategy, plan, on_simulated_ranks, together=together)
             longest = check_rows(model, strategy, on_simulated_ranks, together)
     original = skeleton if skeleton is not None or not unseen else without_values(model)

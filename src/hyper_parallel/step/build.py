@@ -23,6 +23,7 @@ from hyper_parallel.offloading.runtime.parameter_paging import lend
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
+from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.rules import has_encoder
 from hyper_parallel.step.adapters import with_adapters
 from hyper_parallel.step.compile_options import artifacts_of
@@ -103,8 +104,11 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     `device`: where the step will run. Every rank comes to the same engine. Raises ConfigError, StrategyError or
     DataError.
     """
-    prepared = compared_with_owner(config, model)
-    plain, text = prepared.model, prepared.text
+    with unchanged():
+        prepared = compared_with_owner(config, model)
+        plain, text = prepared.model, prepared.text
+        if not config.effective_strategy.submodels:
+            check_tokens(plain, config.effective_strategy.of_stage, text.tokenizer.vocab_size)
     config = with_steps(prepared.config, text)
     # Counted before the weights are split.
     flops = language_flops(plain) if text.media else flops_of_model(plain)
@@ -116,7 +120,6 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
         parts = build_submodels(config, plain, text, device)
         fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
         return Built(plain, as_dict, text, flops, fresh, generation, submodels=parts)
-    check_tokens(plain, strategy.of_stage, text.tokenizer.vocab_size)
     generation = generation_config(config, hf, text)
     if strategy.axes.pipeline > 1:
         pipeline = build_pipeline(config, plain, text.train.several, device)

@@ -14,7 +14,7 @@ from hyper_parallel.errors import ConfigError, StrategyError
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.owner_check import Comparison, Kind
-from hyper_parallel.shard.owner_check.check import refuse_dependent, verdicts
+from hyper_parallel.shard.owner_check.check import refuse_dependent, remember, verdicts
 from hyper_parallel.shard.parallelize import on_simulated_ranks
 from hyper_parallel.shard.region_check.check import SKIP, checks, vocabulary_of
 
@@ -57,6 +57,7 @@ def against_owner(
     vocabulary = None if vocabulary_of(model) is not None else text.tokenizer.vocab_size
     with waiting("comparing the loss with the model's own, on a small copy of it"):
         found = verdicts(model, kinds, on_simulated_ranks, vocabulary=vocabulary)
+    remember(model, found)
     if not refuses:
         return Prepared(config, model, text, found)
     _refuse(config, model, found)

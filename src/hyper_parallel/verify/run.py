@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,8 @@ def _refused_as_training(config: RunConfig, model: torch.nn.Module) -> Iterator[
         raise
     # The model's own code, on tensors that the strategy split wrongly.
     except Exception as error:
-        refusal = refusal_of_tokens(untouched, strategy, int(text_config(untouched).vocab_size))  # type: ignore[union-attr]
+        language: Any = text_config(untouched)
+        refusal = refusal_of_tokens(untouched, strategy, int(language.vocab_size))
         if refusal is not None:
             raise StrategyError(refusal) from error
         raise

@@ -171,7 +171,8 @@ class LossRoot:
         request, mesh = self._request, sharded(self._model).mesh
         assert request is not None
         parts = request.micro_batches * math.prod(mesh.size(axis) for axis in LOSS_AXES)
-        return loss + output.loss.float() * (share / parts)
+        term: Tensor = output.loss
+        return loss + term.float() * (share / parts)
 
     def _labels(self, positions: tuple[int, int]) -> dict[str, Tensor]:
         """The labels with which the model adds its own term; what they say goes into no cross-entropy."""

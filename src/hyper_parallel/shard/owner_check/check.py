@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -24,6 +25,9 @@ from hyper_parallel.shard.sharded_model import ROW_AXES
 from hyper_parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)
+
+_remembered: WeakKeyDictionary[nn.Module, dict[Kind, Comparison]] = WeakKeyDictionary()
+"""What the check of a run found, by its model before it is parallelized."""
 
 
 def verdicts(
@@ -55,6 +59,11 @@ def verdicts(
     return {kind: Comparison(**one) for kind, one in agreed_verdict(found, together).items()}
 
 
+def remember(model: nn.Module, found: dict[Kind, Comparison]) -> None:
+    """Keep verdicts with a model that does not change until it is parallelized."""
+    _remembered[model] = found
+
+
 def _key(digest: str, kind: str, vocabulary: int | None) -> str:
     return f"{digest}-{kind}" if vocabulary is None else f"{digest}-{kind}-{vocabulary}"
 
@@ -72,7 +81,7 @@ def check_rows(
     """
     if not checks(strategy) or strategy.axes.data == 1 or vocabulary_of(model) is None:
         return None
-    found = verdicts(model, ("rows", "length"), spread, together=together)
+    found = _remembered.get(model) or verdicts(model, ("rows", "length"), spread, together=together)
     refuse_dependent(model, found["rows"], strategy)
     return found["length"].positions
 
@@ -147,4 +156,4 @@ def refuse_longer(model: nn.Module, strategy: Strategy, positions: int) -> None:
     wrap(without_adapters(model), guard)
 
 
-__all__ = ["check_rows", "check_rows_of_call", "refuse_dependent", "refuse_longer", "verdicts"]
+__all__ = ["check_rows", "check_rows_of_call", "refuse_dependent", "refuse_longer", "remember", "verdicts"]

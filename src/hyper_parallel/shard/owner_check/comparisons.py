@@ -36,7 +36,10 @@ SHORT = 4
 """Positions of the rows whose positions are far apart: fewer than any table of factors is made for."""
 DOCUMENTS = (7, 11, 6)
 """Positions of the documents of a packed row."""
-CHUNK = 10
+TAUGHT = 10
+"""Positions of a row whose gradients are compared: a backward pass through many experts takes long, each time that a
+token chooses another one."""
+CHUNK = 6
 """Positions of a chunk of our loss, so that there are several, the last one shorter."""
 
 ALONE = Strategy(check=False)
@@ -100,8 +103,8 @@ def compare(
     ids of a model that is not Transformers'. Nothing is cached. A family that the comparison cannot run is reported as
     not applicable, with the reason.
     """
-    if spread is None:
-        from hyper_parallel.shard.parallelize import on_simulated_ranks as spread
+    from hyper_parallel.shard.parallelize import on_simulated_ranks
+
     reason = "it is no causal language model"
     size = vocabulary_of(model) or vocabulary
     if size is not None:
@@ -109,7 +112,9 @@ def compare(
             reason = "no copy of it is small enough"
             for small in reduce(model, make_plan(model, ALONE), ALONE):
                 template = without_dropout(small.model)
-                subject = _Subject(template, spread, min(size, vocabulary_of(template) or size))
+                subject = _Subject(
+                    template, spread or on_simulated_ranks, min(size, vocabulary_of(template) or size)
+                )
                 try:
                     subject.logits([0], LENGTH)
                 # A copy may have sizes that the model's own code cannot do.
@@ -207,9 +212,9 @@ def _losses(
     subject: _Subject, *, shifted: bool, chunk: int | Literal["none"], precise: bool
 ) -> tuple[Outcome, Outcome]:
     """The owner's loss and ours. `shifted`: the owner's labels are those of the next token."""
-    ids, positions = subject.ids(2), _positions([0, 0])
+    ids, positions = subject.ids(2, TAUGHT), _positions([0, 0], TAUGHT)
     labels = ids.clone()
-    labels[0, :5] = labels[1, 9:12] = IGNORED
+    labels[0, :3] = labels[1, 5:7] = IGNORED
     next_token = labels.roll(-1, 1)
     next_token[:, -1] = IGNORED
     owner = subject.copied(precise=precise)

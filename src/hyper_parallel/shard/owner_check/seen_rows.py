@@ -77,10 +77,9 @@ def _outcomes(
         # Losses: those of more rows are the mean of the losses, or their sum.
         for at, (a, b, both) in enumerate(zip(first, second, whole, strict=True)):
             if both.shape == a.shape:
-                alone[f"output {at}"] = min(
-                    (a + b, (a + b) / 2), key=lambda x, y=both: float((x - y).abs().max())
-                )  # type: ignore[misc]
-                beside[f"output {at}"] = both
+                total = a + b
+                nearer = float((total - both).abs().max()) < float((total / 2 - both).abs().max())
+                alone[f"output {at}"], beside[f"output {at}"] = total if nearer else total / 2, both
     return Outcome(0.0, alone), Outcome(0.0, beside)
 
 
