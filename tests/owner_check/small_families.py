@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "gpt-oss": ("gpt_oss", {**_EXPERTS, "head_dim": 8, "sliding_window": 5}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2, "hidden_dropout": 0.1}),
+    "roberta": ("roberta", {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 600}),
     "mamba": ("mamba", {"state_size": 4, "expand": 2, "conv_kernel": 4}),
     "longrope": (
         "phi3",

@@ -10,6 +10,7 @@ import torch
 from small_families import small
 from torch import Tensor, nn
 
+from hyper_parallel.shard.loss.forward import first_position
 from hyper_parallel.shard.own_terms import OwnTerms
 from hyper_parallel.shard.owner_check import OwnerReport, check, compare
 from hyper_parallel.shard.owner_check.comparisons import KINDS, Kind
@@ -22,7 +23,7 @@ from hyper_parallel.shard.region_check.sample_inputs import SeenCall
 @pytest.mark.parametrize("family", ["llama", "bloom", "mixtral"])
 def test_what_is_right_in_everything(family: str) -> None:
     report = compare(small(family))
-    assert [report[kind].verdict for kind in KINDS] == ["right"] * 4, report
+    assert [report[kind].verdict for kind in KINDS] == ["right"] * 5, report
     assert OwnerReport.from_json(report.to_json()) == report
 
 
@@ -32,6 +33,7 @@ def test_what_is_right_in_everything(family: str) -> None:
         ("mamba", "packing", "document 1 is off by"),
         ("longrope", "length", "rows of more than 16 positions change those beside them: a row is off by"),
         ("doge", "rows", "row 1 is off by"),
+        ("doge", "padding", "a document is off by"),
     ],
 )
 def test_what_the_model_mixes_is_found(family: str, kind: Kind, said: str) -> None:
@@ -131,3 +133,11 @@ def test_verdicts_are_kept_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_cache, "_known", {})  # as another process
     assert set(check.verdicts(model, ("rows", "packing"), on_simulated_ranks)) == {"rows", "packing"}
     assert asked == [("rows",), ("packing",)]
+
+
+def test_positions_begin_where_the_models_own_do() -> None:
+    """The first row of RoBERTa's table is of padding."""
+    model = small("roberta")
+    assert first_position(model) == 2
+    report = compare(model)
+    assert [report[kind].verdict for kind in KINDS] == ["right"] * 5, report

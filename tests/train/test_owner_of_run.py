@@ -105,6 +105,15 @@ def test_rows_that_change_factors_are_refused_in_parts(tmp_path: Path) -> None:
     assert build(_run(tmp_path, longrope, train={"micro_batch": 4}, data={"sequence": 16})).text.train.several
 
 
+def test_rows_that_filling_changes_are_refused(tmp_path: Path) -> None:
+    doge = {**LLAMA, "model_type": "doge", "is_moe": True, "num_experts": 16, "num_experts_per_tok": 3}
+    for pack in (None, False, True):
+        with pytest.raises(
+            ConfigError, match=r"a document that has its own row, filled up to data\.sequence, depends"
+        ):
+            build(_run(tmp_path, doge, data={"pack": pack}))
+
+
 class _Standardized(nn.Module):
     """A language model with statistics of the batch."""
 
@@ -128,8 +137,8 @@ def test_rows_that_depend_are_computed_together_or_not_at_all(tmp_path: Path) ->
 def test_verify_says_what_the_owner_check_found(tmp_path: Path) -> None:
     run = _run(tmp_path, strategy={"axes": {"tensor": 2}}, train={"batch": 2})
     report = verify_file(run)
-    assert report.owner == "loss right · rows right · length right · packing right"
-    assert f"one device against the model's own code: {report.owner}" in report.table()
+    assert report.owner == "loss right · rows right · length right · padding right · packing right"
+    assert f"one device against the model's own code: {report.owner}" in " ".join(report.table().split())
 
 
 def test_verify_decides_as_train_does(tmp_path: Path) -> None:

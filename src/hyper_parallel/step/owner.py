@@ -17,6 +17,7 @@ from hyper_parallel.shard.owner_check import Comparison, Kind
 from hyper_parallel.shard.owner_check.check import refuse_dependent, remember, verdicts
 from hyper_parallel.shard.parallelize import on_simulated_ranks
 from hyper_parallel.shard.region_check.check import SKIP, checks, vocabulary_of
+from hyper_parallel.shard.rules import is_transformers
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def against_owner(
     refuses = checks(config.effective_strategy)
     if text.media or not (refuses or always):
         return Prepared(config, model, text, {})
-    kinds: tuple[Kind, ...] = ("loss", "rows", "length")
+    kinds: tuple[Kind, ...] = ("loss", "rows", "length", "padding")
     if text.train.several or text.eval.several:
         kinds = (*kinds, "packing")
     vocabulary = None if vocabulary_of(model) is not None else text.tokenizer.vocab_size
@@ -61,10 +62,16 @@ def against_owner(
     if not refuses:
         return Prepared(config, model, text, found)
     _refuse(config, model, found)
-    packing = found.get("packing")
-    if packing is None or packing.right:
+    packing, name = found.get("packing"), type(without_adapters(model)).__name__
+    if packing is not None and packing.right:
         return Prepared(config, model, text, found)
-    name = type(without_adapters(model)).__name__
+    if is_transformers(model) and not found["padding"].right:
+        raise ConfigError(
+            f"a document that has its own row, filled up to data.sequence, depends in {name} on what fills it "
+            f"({found['padding'].detail}), so that rows cannot be made of documents of different lengths ({SKIP})"
+        )
+    if packing is None:
+        return Prepared(config, model, text, found)
     reason = f"documents that share a row would depend on each other in {name}"
     if config.data.pack:
         raise ConfigError(f"data.pack: {reason} ({packing.detail}); set data.pack: false ({SKIP})")

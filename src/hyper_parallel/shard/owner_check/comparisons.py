@@ -1,4 +1,4 @@
-"""The four comparisons of a small copy of a model with its owner's forward pass."""
+"""The comparisons of a small copy of a model with its owner's forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.compat.float64 import float64
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, logits_of
-from hyper_parallel.shard.loss.forward import call
+from hyper_parallel.shard.loss.forward import call, first_position
 from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.own_terms import asks_for_router_logits
 from hyper_parallel.shard.plan import make_plan
@@ -26,8 +26,8 @@ from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.sharded_model import sharded
 from hyper_parallel.strategy import Strategy
 
-Kind = Literal["loss", "rows", "packing", "length"]
-KINDS: tuple[Kind, ...] = ("loss", "rows", "packing", "length")
+Kind = Literal["loss", "rows", "packing", "length", "padding"]
+KINDS: tuple[Kind, ...] = ("loss", "rows", "packing", "length", "padding")
 Verdict = Literal["right", "differs", "not applicable"]
 
 LENGTH = 24
@@ -159,7 +159,8 @@ def _positions(starts: list[int], length: int = LENGTH) -> Tensor:
     return torch.stack([torch.arange(start, start + length) for start in starts])
 
 
-def _logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+def _logits(model: nn.Module, ids: Tensor, positions: Tensor | None) -> Tensor:
+    """`positions`: None where the model numbers them itself."""
     rows = torch.arange(ids.size(0))
     with torch.no_grad(), sharded(model).micro_batch(seed=0, step=0, rows=rows):
         return logits_of(model, ids, positions)
@@ -218,7 +219,8 @@ def _losses(
     next_token = labels.roll(-1, 1)
     next_token[:, -1] = IGNORED
     owner = subject.copied(precise=precise)
-    output = call(owner, ids, positions, labels=next_token if shifted else labels, **_asked_for(owner))
+    # As its user calls it: it numbers positions itself.
+    output = call(owner, ids, None, labels=next_token if shifted else labels, **_asked_for(owner))
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise _NoOwner("its forward pass takes labels and returns no loss")
@@ -255,7 +257,7 @@ def _rows(subject: _Subject) -> Comparison:
     def both(precise: bool) -> tuple[Outcome, Outcome]:
         ids, positions = subject.ids(2), _positions([0, 0])
         model = subject.ours(precise=precise)
-        alone = [_logits(model, ids[row : row + 1], positions[row : row + 1]) for row in range(2)]
+        alone = [_logits(model, ids[row : row + 1], None) for row in range(2)]
         together = _logits(subject.ours(precise=precise), ids, positions)
         return _of_logits({f"row {row}": one for row, one in enumerate(alone)}), _of_logits(
             {f"row {row}": together[row : row + 1] for row in range(2)}
@@ -273,12 +275,25 @@ def _packing(subject: _Subject) -> Comparison:
     def both(precise: bool) -> tuple[Outcome, Outcome]:
         model = subject.ours(precise=precise)
         positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-        alone = [_logits(model, ids[:, span], positions[:, span]) for span in spans]
+        alone = [_logits(model, ids[:, span], None) for span in spans]
         packed = _logits(subject.ours(precise=precise), ids, positions)
         # The last token of a document predicts nothing.
         return _of_logits({f"document {at}": one[:, :-1] for at, one in enumerate(alone)}), _of_logits(
             {f"document {at}": packed[:, span][:, :-1] for at, span in enumerate(spans)}
         )
+
+    return decided(both)
+
+
+def _padding(subject: _Subject) -> Comparison:
+    """A document that is filled up to the length of a row against the document alone."""
+
+    def both(precise: bool) -> tuple[Outcome, Outcome]:
+        ids, document = subject.ids(1), DOCUMENTS[0]
+        filled = torch.cat([ids[:, :document], ids[:, :1].expand(1, LENGTH - document)], 1)
+        alone = _logits(subject.ours(precise=precise), ids[:, :document], None)
+        padded = _logits(subject.ours(precise=precise), filled, _positions([0]))
+        return _of_logits({"a document": alone}), _of_logits({"a document": padded[:, :document]})
 
     return decided(both)
 
@@ -318,7 +333,9 @@ def _limits(model: nn.Module) -> list[int]:
     largest."""
     config: Any = text_config(model)
     most = getattr(config, "max_position_embeddings", None)
-    return [4 * most, most] if isinstance(most, int) and most > SHORT else []
+    if not isinstance(most, int) or most <= 2 * SHORT:
+        return []
+    return [4 * most, most - first_position(model)]
 
 
 def _of_logits(logits: dict[str, Tensor]) -> Outcome:
@@ -356,4 +373,5 @@ _COMPARISONS: dict[Kind, Callable[[_Subject], Comparison]] = {
     "rows": _rows,
     "packing": _packing,
     "length": _length,
+    "padding": _padding,
 }
