@@ -7,7 +7,8 @@ import torch
 from moe import batch, build, filled, one_device_step, simulated_step
 
 from hyper_parallel import shard
-from hyper_parallel.shard.experts.load_balancing import auxiliary_loss, has_biases
+from hyper_parallel.shard.experts.auxiliary_loss import auxiliary_loss
+from hyper_parallel.shard.experts.load_balancing import has_biases
 from hyper_parallel.strategy import Strategy
 
 

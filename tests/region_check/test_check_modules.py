@@ -11,7 +11,7 @@ from torch import nn
 from harness.modules import BROKEN, RIGHT, RULES, WIDTH, Model
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.alike_layers import described
-from hyper_parallel.shard.parallelize import _on_simulated_ranks as spread
+from hyper_parallel.shard.parallelize import on_simulated_ranks as spread
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check import advice, check, outcome, randomness, reduced_model
 from hyper_parallel.shard.region_check.reduced_model import Reduced

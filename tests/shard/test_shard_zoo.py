@@ -6,7 +6,7 @@ import pytest
 from families import FAMILIES, build, one_device_step, simulated_step
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.parallelize import _on_simulated_ranks as spread
+from hyper_parallel.shard.parallelize import on_simulated_ranks as spread
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check import check
 from hyper_parallel.shard.region_check.sample_inputs import TokenCall

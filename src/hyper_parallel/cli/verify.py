@@ -44,7 +44,9 @@ def verify(
 
     The command runs one optimizer step twice, on one device and under the strategy, with the same weights and text,
     and compares the loss, the gradient norm and every parameter's gradient and updated value; a table shows the
-    worst. Only real workers write files: their logs and the report, to the file's 'out' folder.
+    worst. A line says what the owner check found: whether one device computes the loss, the rows and the packed
+    documents of the model's own code. Only real workers write files: their logs and the report, to the file's 'out'
+    folder.
 
     \b
     Examples:

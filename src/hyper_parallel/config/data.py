@@ -69,9 +69,10 @@ class DataConfig(Section):
     """The tokenizer and its chat template."""
     sequence: PositiveInt = 512
     """Tokens per sequence; with images or recordings, the most that a document may have."""
-    pack: bool = True
-    """Put several documents into one sequence. False gives each document its own, padded. Documents with images or
-    recordings, and those beside them, always have their own."""
+    pack: bool | None = None
+    """Put several documents into one sequence. False gives each document its own, padded. Default: true where the model
+    keeps the documents of a sequence apart, which is checked before training; where it does not, false. Documents with
+    images or recordings, and those beside them, always have their own."""
     balance: bool = True
     """Deal rows that are unlike (images, recordings) to data ranks and micro-batches so that those that are computed
     at once are as much work. Neither loss nor gradients change.

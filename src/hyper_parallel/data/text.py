@@ -84,9 +84,10 @@ class TextData:
         self.stops = tuple(dict.fromkeys((self.tokenizer.eos, *train.ends)))
         self.conversations = train.conversations
         self._shown = held_out if held_out.documents else train
-        self.train = PackedText(train, config.sequence, pad=self.tokenizer.pad, pack=config.pack)
-        self.eval = PackedText(held_out, config.sequence, pad=self.tokenizer.pad, pack=config.pack)
-        if config.pack and self.train.tokens < config.sequence:
+        pack = config.pack is not False
+        self.train = PackedText(train, config.sequence, pad=self.tokenizer.pad, pack=pack)
+        self.eval = PackedText(held_out, config.sequence, pad=self.tokenizer.pad, pack=pack)
+        if pack and self.train.tokens < config.sequence:
             raise DataError(
                 f"data.train has {self.train.tokens} tokens, but one sequence needs {config.sequence}; "
                 "give more text, lower data.sequence, or set data.pack to false"
@@ -103,7 +104,7 @@ class TextData:
             "the digest of the text of data.train": found.content,
             "data.holdout": holdout,
             "data.sequence": config.sequence,
-            "data.pack": config.pack,
+            "data.pack": pack,
             "the number of training sequences": len(self.train),
         }
         if config.eval is not None:

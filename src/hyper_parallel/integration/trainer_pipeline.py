@@ -205,8 +205,7 @@ class TrainerPipeline:
     @property
     def _balances(self) -> bool:
         """Whether the routers' auxiliary loss counts every row."""
-        routing = self.handle.routing
-        return routing is not None and bool(routing.coefficient)
+        return self.handle.balancing is not None
 
     def _filled(self, columns: dict[str, Tensor], missing: int) -> dict[str, Tensor]:
         """The rows, and copies of the first one that bear no loss."""

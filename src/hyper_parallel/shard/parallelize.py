@@ -21,19 +21,28 @@ from hyper_parallel.shard.activation_checkpointing import apply_recompute, recom
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
 from hyper_parallel.shard.context.gather_positions import apply_gathered
 from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws, sites_of
+from hyper_parallel.shard.experts.auxiliary_loss import Balancing
 from hyper_parallel.shard.experts.load_balancing import Routing
 from hyper_parallel.shard.experts.token_layout import apply_experts_plan
 from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
 from hyper_parallel.shard.loss.root import apply_loss
 from hyper_parallel.shard.model_structure import without_values
+from hyper_parallel.shard.own_terms import own_terms
+from hyper_parallel.shard.owner_check.check import check_rows, check_rows_of_call, refuse_longer
+from hyper_parallel.shard.packed_documents import find_positions_in_masks
 from hyper_parallel.shard.parameter_gather import Access, AccessedParameter, Dtypes, apply_access
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.placement import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
 from hyper_parallel.shard.process_mesh import ProcessMesh
-from hyper_parallel.shard.region_check import check_before_training, check_on_first_call
+from hyper_parallel.shard.region_check import (
+    check_before_training,
+    check_on_first_call,
+    refusal_before_training,
+)
+from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
@@ -71,6 +80,8 @@ def parallelize(
     Unless `strategy.check` is false, what the strategy splits is first run whole and split on random numbers: a
     Transformers causal language model here, another module in its first call with gradients.
 
+    So is whether its rows depend on each other, where the data axes give ranks other rows.
+
     Raises StrategyError when the strategy does not fit the model or the process group, or computes other gradients.
     """
     _refuse_model(model, strategy, pipeline)
@@ -100,15 +111,17 @@ def parallelize(
     recomputed = recomputed_modules(model, strategy) if pipeline is None else []
 
     together = pipeline.alike if pipeline is not None else ()
-    unseen = False
+    unseen, longest = False, None
     if like is None:
-        with waiting("comparing the strategy with one device, on a small copy of the model"):
-            unseen = not check_before_training(model, strategy, plan, _on_simulated_ranks, together=together)
+        with waiting("comparing the strategy with one device, on a small copy of the model"), unchanged():
+            unseen = not check_before_training(model, strategy, plan, on_simulated_ranks, together=together)
+            longest = check_rows(model, strategy, on_simulated_ranks, together)
     original = skeleton if skeleton is not None or not unseen else without_values(model)
 
     gathers = lowering == "traceable"
     apart = pipeline is not None and pipeline.submodels
-    routing = _apply(model, plan, strategy, axes, dtypes, gathers, towers=not apart)
+    find_positions_in_masks(model)
+    routing, balancing = _apply(model, plan, strategy, axes, dtypes, gathers, towers=not apart)
     apply_recompute(map(model.get_submodule, recomputed), strategy.memory.recompute == "selective")
 
     fsdp2 = axes.connected and not gathers
@@ -118,9 +131,12 @@ def parallelize(
     # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
     for name in mesh.names:
         _ = axes[name]
-    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing, pipeline))
+    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing, balancing, pipeline))
     if unseen and original is not None:
-        check_on_first_call(model, original, strategy, plan, _on_simulated_ranks, together)
+        rows = functools.partial(check_rows_of_call, strategy, together)
+        check_on_first_call(model, original, strategy, plan, on_simulated_ranks, together, rows)
+    if longest is not None:
+        refuse_longer(model, strategy, longest)
     return model
 
 
@@ -154,13 +170,14 @@ def _apply(
     gathers: bool,
     *,
     towers: bool,
-) -> Routing | None:
+) -> tuple[Routing | None, Balancing | None]:
     """Wrap what the plan names: regions, attention, random numbers, the loss, accesses to parameters, casts. `towers`:
     those that did not run get gradients of zero.
 
-    Returns the counts of tokens by expert, where experts are split.
+    Returns the counts of tokens by expert, and the routers' auxiliary loss, where there are such.
     """
-    mesh = plan.mesh
+    mesh, terms = plan.mesh, own_terms(model)
+    balancing = Balancing.of(model, plan, terms.balancing)
     routing = apply_experts_plan(model, plan, axes)
     stretches = apply_boundaries(model, plan, axes[mesh.tensor])
     stretches |= apply_tensor_2d(model, plan, axes)
@@ -177,13 +194,13 @@ def _apply(
     site = sites_of(axes[mesh.tensor], stretches, between, positions)
     apply_dropout(model, site)
     apply_functional_dropout(model, site)
-    apply_loss(model, plan, axes, dtypes, cut=context.cut if context is not None else None)
+    apply_loss(model, plan, axes, dtypes, context.cut if context is not None else None, terms)
     apply_context_to_root(model, context)
     if towers:
         apply_towers(model)
     _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
     apply_casts(model, dtypes)
-    return routing
+    return routing, balancing
 
 
 def check_tokens(model: nn.Module, strategy: Strategy, vocabulary: int) -> None:
@@ -192,10 +209,16 @@ def check_tokens(model: nn.Module, strategy: Strategy, vocabulary: int) -> None:
 
     Raises StrategyError when the strategy computes other gradients than one device.
     """
-    check_before_training(model, strategy, make_plan(model, strategy), _on_simulated_ranks, vocabulary)
+    check_before_training(model, strategy, make_plan(model, strategy), on_simulated_ranks, vocabulary)
 
 
-def _on_simulated_ranks(model: nn.Module, strategy: Strategy) -> nn.Module:
+def refusal_of_tokens(model: nn.Module, strategy: Strategy, vocabulary: int) -> str | None:
+    """Why `check_tokens` refuses a strategy; None where it does not. No collective."""
+    plan = make_plan(model, strategy)
+    return refusal_before_training(model, strategy, plan, on_simulated_ranks, vocabulary)
+
+
+def on_simulated_ranks(model: nn.Module, strategy: Strategy) -> nn.Module:
     """How a check spreads its copies; a strategy of one rank has no part in the process group that there may be."""
     return parallelize(model, strategy, lowering="traceable", alone=strategy.axes.world == 1)
 

@@ -6,7 +6,8 @@
 | `axes` | the mesh of processes: ranks, coordinates, process groups, collectives (`shard.process_mesh`) |
 | `pipeline` | this rank's place in a pipeline, and which parameters it holds (`shard.pipeline_place`) |
 | `gathers` | what is saved between the micro-batches of a step (`shard.saved_gathers`) |
-| `routing` | what is seen of its routers (`shard.experts.load_balancing`) |
+| `routing` | the loads of its experts (`shard.experts.load_balancing`) |
+| `balancing` | its routers' auxiliary loss (`shard.experts.auxiliary_loss`) |
 
 Its methods are those of the parts, on this model.
 """
@@ -39,6 +40,7 @@ from hyper_parallel.shard.whole_tensors import cut_on_ranks, gathered
 from hyper_parallel.strategy import Strategy
 
 if TYPE_CHECKING:
+    from hyper_parallel.shard.experts.auxiliary_loss import Balancing
     from hyper_parallel.shard.experts.load_balancing import Routing
 
 _ATTRIBUTE = "_hyper_parallel"
@@ -62,6 +64,8 @@ class ShardedModel:
     """The model as it was, without values; weights are initialised and loaded by its structure."""
     routing: Routing | None = None
     """None when it has no experts."""
+    balancing: Balancing | None = None
+    """None when its own loss has no such term."""
     pipeline: PipelinePlace | None = None
     """None where the model is not cut into stages. `mesh` and `axes` are those of this rank's stage."""
     gathers: SavedGathers = field(default_factory=SavedGathers)

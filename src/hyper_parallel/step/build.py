@@ -23,6 +23,7 @@ from hyper_parallel.offloading.runtime.parameter_paging import lend
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
+from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.rules import has_encoder
 from hyper_parallel.step.adapters import with_adapters
 from hyper_parallel.step.compile_options import artifacts_of
@@ -40,6 +41,7 @@ from hyper_parallel.step.multimodal import (
     media_kinds,
     model_class,
 )
+from hyper_parallel.step.owner import Prepared, against_owner
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.step.pipeline_graphs import pipeline_graphs
 from hyper_parallel.step.submodel_run import BuiltSubmodels, build_submodels
@@ -102,8 +104,12 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     `device`: where the step will run. Every rank comes to the same engine. Raises ConfigError, StrategyError or
     DataError.
     """
-    plain, text = unsharded(config, model)
-    config = with_steps(config, text)
+    with unchanged():
+        prepared = compared_with_owner(config, model)
+        plain, text = prepared.model, prepared.text
+        if not config.effective_strategy.submodels:
+            check_tokens(plain, config.effective_strategy.of_stage, text.tokenizer.vocab_size)
+    config = with_steps(prepared.config, text)
     # Counted before the weights are split.
     flops = language_flops(plain) if text.media else flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)
@@ -114,7 +120,6 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
         parts = build_submodels(config, plain, text, device)
         fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
         return Built(plain, as_dict, text, flops, fresh, generation, submodels=parts)
-    check_tokens(plain, strategy.of_stage, text.tokenizer.vocab_size)
     generation = generation_config(config, hf, text)
     if strategy.axes.pipeline > 1:
         pipeline = build_pipeline(config, plain, text.train.several, device)
@@ -137,6 +142,17 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
         lend(plain)
     fresh = any(parameter.is_meta for parameter in plain.parameters())
     return Built(plain, as_dict, text, flops, fresh, generation, graphs=captured)
+
+
+def compared_with_owner(
+    config: RunConfig, model: nn.Module | None = None, *, always: bool = False
+) -> Prepared:
+    """The model before any strategy and the data, as `unsharded`, once the owner check is made. A collective.
+
+    `always` and what is raised: as of `against_owner`.
+    """
+    plain, text = unsharded(config, model)
+    return against_owner(config, plain, text, lambda changed: unsharded(changed, model)[1], always=always)
 
 
 def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Module, TrainingData]:

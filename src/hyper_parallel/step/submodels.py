@@ -118,7 +118,7 @@ def submodels(
     parallelize(shadow, own, lowering="traceable", pipeline=place)
     recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
     # Copies of rows would count in the routers' auxiliary loss.
-    rows.copies = recipe.handle.routing is None or not recipe.handle.routing.coefficient
+    rows.copies = recipe.handle.balancing is None
     planner = SubmodelPlanner(recipe, parts, where, _told)
     # The rows with most are first.
     given = rows.arranged(batch)

@@ -69,6 +69,8 @@ class Report:
     """One device's rounding error; made together with `float64`."""
     undecided: str = ""
     """Why the float64 comparison could not be made."""
+    owner: str = ""
+    """One device against the model's own code, in words."""
 
     @property
     def failures(self) -> list[str]:
@@ -131,6 +133,7 @@ class Report:
             None if data["float64"] is None else cls.from_json(data["float64"]),
             None if data["rounding"] is None else Rounding(**data["rounding"]),
             data["undecided"],
+            data.get("owner", ""),
         )
 
     def table(self, worst: int = 8, width: int = 110) -> str:
@@ -155,6 +158,8 @@ class Report:
             f"the worst of {len(self.parameters)} parameters, errors relative to the largest element"
         )
         console.print(sheet_text(Sheet("", columns, rows, left=2), width), markup=False)
+        if self.owner:
+            console.print(f"one device against the model's own code: {self.owner}", markup=False)
         if self.ok:
             limits = f"{TOLERANCE[self.dtype]:.0e} of each gradient, {UPDATE_TOLERANCE[self.dtype]:.0e} of each update"
             if self.float64 is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,15 @@ from hyper_parallel import launch
 from hyper_parallel.compat.float64 import float64, widen
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import SimulationError, StrategyError, WorkersFailedError
+from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.model_structure import text_config
-from hyper_parallel.shard.parallelize import Lowering
-from hyper_parallel.step.build import fill_model, transformers_config, unsharded
+from hyper_parallel.shard.own_terms import asks_for_router_logits
+from hyper_parallel.shard.parallelize import Lowering, refusal_of_tokens
+from hyper_parallel.step.build import compared_with_owner, fill_model, transformers_config, unsharded
+from hyper_parallel.step.owner import Prepared
 from hyper_parallel.step.pipeline_build import build_pipeline
 from hyper_parallel.strategy import Precision, Strategy, recomputes
 from hyper_parallel.verify.families import has_experts
@@ -50,14 +53,18 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
         raise StrategyError(
             "the strategy is that of one device: there is nothing to compare; set strategy.axes"
         )
-    config = _reduced(config)
+    prepared = compared_with_owner(config, always=True)
+    owner = " · ".join(f"{kind} {verdict}" for kind, verdict in prepared.verdicts.items())
+    config = _reduced(prepared.config)
     wide = _in_full_precision(config)
     said = "" if wide is config else ", in float32: rounded otherwise, tokens would choose other experts"
     config = wide
     if driver != "gloo":
-        one, batch, model = _one_device(config)
+        one, batch, model = _one_device(config, prepared)
         try:
-            return against_simulated(config, model, batch, one, f"all ranks in one process{said}")
+            with _refused_as_training(config, model):
+                report = against_simulated(config, model, batch, one, f"all ranks in one process{said}")
+            return replace(report, owner=owner)
         except SimulationError:
             if driver == "local":
                 raise
@@ -66,7 +73,7 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
     if code != 0:
         raise WorkersFailedError(code, config.out)
     report = Report.from_json(json.loads((Path(config.out) / RESULT).read_text()))
-    return replace(report, driver=report.driver + said)
+    return replace(report, driver=report.driver + said, owner=owner)
 
 
 def worker_main(config: RunConfig, worker: Worker) -> None:
@@ -74,18 +81,36 @@ def worker_main(config: RunConfig, worker: Worker) -> None:
     with interruptible():
         one, batch, model = _one_device(config)
         compared = against_pipeline if config.strategy.axes.pipeline > 1 else against_workers
-        report = compared(
-            config,
-            model,
-            batch,
-            one,
-            f"{worker.world} workers over {worker.backend.collective}",
-            worker.device,
-        )
+        with _refused_as_training(config, model):
+            report = compared(
+                config,
+                model,
+                batch,
+                one,
+                f"{worker.world} workers over {worker.backend.collective}",
+                worker.device,
+            )
     if worker.rank == 0:
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
         (out / RESULT).write_text(json.dumps(report.to_json(), indent=1))
+
+
+@contextlib.contextmanager
+def _refused_as_training(config: RunConfig, model: torch.nn.Module) -> Iterator[None]:
+    """Inside, a step that does not run under the strategy raises the StrategyError with which `train` refuses it."""
+    untouched, strategy = copy.deepcopy(model), config.effective_strategy.of_stage
+    try:
+        yield
+    except HyperParallelError:
+        raise
+    # The model's own code, on tensors that the strategy split wrongly.
+    except Exception as error:
+        language: Any = text_config(untouched)
+        refusal = refusal_of_tokens(untouched, strategy, int(language.vocab_size))
+        if refusal is not None:
+            raise StrategyError(refusal) from error
+        raise
 
 
 def against_simulated(
@@ -249,9 +274,11 @@ def alone(strategy: Strategy) -> Strategy:
     return Strategy(precision=strategy.precision)
 
 
-def _one_device(config: RunConfig) -> tuple[StepOutcome, Tensors, torch.nn.Module]:
+def _one_device(
+    config: RunConfig, prepared: Prepared | None = None
+) -> tuple[StepOutcome, Tensors, torch.nn.Module]:
     """The reference, which computes the whole batch at once; the batch; and the model again, as it was before."""
-    model, text = unsharded(config)
+    model, text = unsharded(config) if prepared is None else (prepared.model, prepared.text)
     untouched = copy.deepcopy(model)
     if has_experts(model.config):
         # One by one: Transformers' grouped product refuses widths on a CPU that are fine on a device, or once split.
@@ -268,7 +295,7 @@ def _at_once(config: RunConfig, model: torch.nn.Module) -> tuple[RunConfig, int]
 
     An auxiliary loss is that of a micro-batch of all data ranks, and another one for all rows at once.
     """
-    balanced = bool(getattr(text_config(model), "output_router_logits", False))
+    balanced = asks_for_router_logits(model)
     micro, data = (config.micro_batch, config.strategy.axes.data) if balanced else (None, 1)
     changed = {"micro_batch": micro, "loss": config.train.loss.model_copy(update={"chunk": "none"})}
     return config.model_copy(update={"train": config.train.model_copy(update=changed)}), data

@@ -96,7 +96,10 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
 
     if config is None:
         own: Any = getattr(model, "config", None)
-        config = own.to_dict() if hasattr(own, "to_dict") else None
+        if hasattr(own, "to_dict"):
+            # Many families keep sizes under names of their own, to which the class maps the common ones.
+            aliases = getattr(own, "attribute_map", {})
+            config = {alias: getattr(own, name, None) for alias, name in aliases.items()} | own.to_dict()
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     chosen = _experts_chosen(config)
     multiplied: dict[tuple[int, str], float] = {}

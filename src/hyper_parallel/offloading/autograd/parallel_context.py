@@ -92,15 +92,16 @@ class Around:
             if given["loss"] is not None:
                 assert self._root is not None
                 stack.enter_context(self._root.requested(Request(*given["loss"])))
-            if routing is None:
-                yield
-                return
-            before, routing.counts = routing.counts, {}
+            before = {} if routing is None else routing.counts
+            if routing is not None:
+                routing.counts = {}
             try:
                 yield
             finally:
-                self._counts, routing.counts = routing.counts, before
-                routing.logits.clear()
+                if routing is not None:
+                    self._counts, routing.counts = routing.counts, before
+                if self.handle.balancing is not None:
+                    self.handle.balancing.logits.clear()
 
     def left(self) -> dict[SavedItem, Tensor | None]:
         """What both passes of the captured call leave around them, by what it is; None for what they were given."""

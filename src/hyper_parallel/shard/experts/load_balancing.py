@@ -1,12 +1,4 @@
-"""Expert load balancing: load of each expert, auxiliary loss, bias update.
-
-Auxiliary loss, as Transformers' ``load_balancing_loss_func`` has it (Switch Transformer, arXiv 2101.03961, equations
-4 to 6), over the R rows that routers see: all layers, all tokens of a global micro-batch:
-
-    L = E · Σ_e f_e · P_e,    f_e = (times that e is among the k chosen) / R,    P_e = (sum of e's probabilities) / R
-
-Both are taken over all ranks that see other tokens, so that neither the value nor its gradient depends on the axes.
-f has no gradient; each rank's part is linear in its own probabilities.
+"""Expert load balancing: load of each expert, bias update. The auxiliary loss is `shard.experts.auxiliary_loss`.
 
 Bias correction (DeepSeek-V3; arXiv 2408.15664, algorithm 1): after a step, b_e += rate · sign(mean load − load_e),
 with the loads of the whole batch, equal on all ranks.
@@ -14,7 +6,7 @@ with the loads of the whole batch, equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +20,6 @@ from hyper_parallel.shard.experts.dispatch import count
 from hyper_parallel.shard.experts.placement import Placement, heaviest
 from hyper_parallel.shard.experts.places import set_places
 from hyper_parallel.shard.hooks import Forward, wrap
-from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.plan.types import ExpertsPlan, Plan
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ShardedModel, sharded
 
@@ -38,39 +29,25 @@ BIAS = "e_score_correction_bias"
 
 @dataclass(eq=False)
 class Routing:
-    """What has been seen of a model's routers since somebody asked. `of` makes one that watches a model."""
+    """What has been seen of a model's experts since somebody asked. `of` makes one that watches a model."""
 
     experts: dict[str, ExpertsPlan]
     own_tokens: bool
     """Ranks of the tensor axes see different tokens."""
-    coefficient: float = 0.0
-    """Of the auxiliary loss; 0 when the model's config does not ask for it."""
-    top_k: int = 0
     watching: bool = False
     """A forward pass of the training is running; recomputed layers and evaluation are not counted."""
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
     """By experts module, int64[E]: rows sent to each expert, added up."""
-    logits: list[torch.Tensor] = field(default_factory=list)
-    """[T, E] of each router, of the last forward pass."""
     placements: dict[str, Placement] = field(default_factory=dict)
     """By experts module: which rank has which experts. Changed by `move_experts` where the plan says `balanced`."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> Routing:
-        """Watch the model's layers and, if its config asks for the auxiliary loss, its routers."""
-        config: Any = text_config(model)
-        own_tokens = any(experts.own_tokens for experts in plan.experts.values())
-        routing = cls(dict(plan.experts), own_tokens)
+        """Watch the model's layers."""
+        routing = cls(dict(plan.experts), has_own_tokens(plan))
         for name, experts in plan.experts.items():
             routing.placements[name] = Placement(tuple(range(experts.count)), experts.replicas)
-        if getattr(config, "output_router_logits", False):
-            routing.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0))
-            routing.top_k = int(config.num_experts_per_tok)
-        layers = plan.layers or ""
-        wrap(model.get_submodule(layers.rpartition(".")[0]), routing._watch)
-        if routing.coefficient:
-            for module, index in _routers(model):
-                wrap(module, routing._recorder(index))
+        wrap(around_layers(model, plan), routing._watch)
         return routing
 
     def count(self, name: str, ids: torch.Tensor) -> None:
@@ -86,67 +63,21 @@ class Routing:
                 set_places(model.get_submodule(name), self.placements[name])
 
     def _watch(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        self.logits.clear()
         self.watching = torch.is_grad_enabled()
         try:
             return forward(*args, **kwargs)
         finally:
             self.watching = False
 
-    def _recorder(self, index: int) -> Any:
-        def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            if self.watching:
-                self.logits.append(output[index] if isinstance(output, tuple) else output)
-            return output
 
-        return wrapper
+def has_own_tokens(plan: Plan) -> bool:
+    """Whether ranks of the tensor axes see different tokens in the experts."""
+    return any(experts.own_tokens for experts in plan.experts.values())
 
 
-def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """The modules whose output, at an index, Transformers records as the router's logits."""
-    targets: dict[type[nn.Module], int] = {}
-    for module in model.modules():
-        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        for one in recorded if isinstance(recorded, list) else [recorded]:
-            target = getattr(one, "target_class", one)
-            if isinstance(target, type):
-                targets[target] = int(getattr(one, "index", 0))
-    for module in model.modules():
-        index = next((i for target, i in targets.items() if isinstance(module, target)), None)
-        if index is not None:
-            yield module, index
-
-
-def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
-    """This rank's part of the last forward pass's auxiliary loss, its coefficient included; a zero-dim fp32 tensor.
-
-    The sum of the parts over LOSS_AXES is the loss of the global micro-batch; ranks along the tensor axes hold the
-    same part. A collective, unless the model's config does not ask for the loss (`output_router_logits`, with
-    `router_aux_loss_coef`): then it is zero. Tokens are counted whether they bear loss or not, as in Transformers
-    without an attention mask.
-    """
-    routing = handle.routing
-    if routing is None or not routing.coefficient or not routing.logits:
-        return torch.zeros((), device=handle.device)
-    experts = routing.logits[0].size(-1)
-    chosen, probabilities, rows = [], [], []
-    for logits in routing.logits:
-        shares = torch.softmax(logits, dim=-1)
-        chosen.append(count(shares.topk(routing.top_k, dim=-1).indices.flatten(), experts))
-        probabilities.append(shares.float().sum(0))
-        rows.append(torch.ones_like(logits[:, 0], dtype=torch.float32).sum())
-    routing.logits.clear()
-    counted = torch.cat([torch.stack(chosen).sum(0).float(), torch.stack(rows).sum().view(1)])
-    mine = torch.stack(probabilities).sum(0)
-    axes: tuple[str, ...] = LOSS_AXES
-    if routing.own_tokens:
-        axes = (*LOSS_AXES, *handle.mesh.atoms(handle.mesh.tensor))
-        # Each rank of the tensor axes has a part of the tokens, and then holds the loss of all of them.
-        mine = handle.axes[handle.mesh.tensor].reduce(mine)
-    counted = handle.all_reduce(counted, axes)
-    fractions, total = counted[:-1] / counted[-1], counted[-1]
-    return routing.coefficient * experts * (fractions * (mine / total)).sum()
+def around_layers(model: nn.Module, plan: Plan) -> nn.Module:
+    """The module that holds the list of layers."""
+    return model.get_submodule((plan.layers or "").rpartition(".")[0])
 
 
 def _counted(routing: Routing) -> dict[str, ExpertsPlan]:

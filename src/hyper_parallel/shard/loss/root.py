@@ -9,6 +9,7 @@ sees one forward pass of the root, and the parameters of the head are made ready
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.phase import phase
-from hyper_parallel.shard.experts.load_balancing import auxiliary_loss
+from hyper_parallel.shard.experts.auxiliary_loss import auxiliary_loss
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.lora_adapters import base_of, without_adapters
 from hyper_parallel.shard.loss.chunked import chunked_sum
@@ -29,9 +30,10 @@ from hyper_parallel.shard.loss.token_objective import TokenObjective
 from hyper_parallel.shard.loss.vocab_parallel_cross_entropy import cross_entropy_sum, log_probabilities
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.model_structure import dim_of_features
+from hyper_parallel.shard.own_terms import OwnTerms
 from hyper_parallel.shard.plan.types import Plan
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.sharded_model import sharded
+from hyper_parallel.shard.sharded_model import LOSS_AXES, sharded
 
 _ATTRIBUTE = "_hyper_parallel_loss"
 
@@ -65,9 +67,10 @@ class LossRoot:
         layers: str | None,
         chunks: bool,
         cut: Callable[[Tensor], Tensor] | None,
+        of_logits: bool = False,
     ) -> None:
         self._model, self._base, self._head, self._axis = model, base, head, vocabulary
-        self._layers, self._chunks, self._cut = layers, chunks, cut
+        self._layers, self._chunks, self._cut, self._of_logits = layers, chunks, cut, of_logits
         linear = base_of(head)
         self._size = int(linear.weight.shape[dim_of_features(linear, output=True)])  # type: ignore[index, union-attr]
         self._request: Request | None = None
@@ -75,6 +78,8 @@ class LossRoot:
         """The objective's, [N] each, of this rank's positions."""
         self._instead: Callable[[Any], Any] | None = None
         self._output: Any = None
+        self._adds = False
+        """The model's own term of the logits is added in the current forward pass."""
 
     @contextlib.contextmanager
     def requested(self, request: Request) -> Iterator[None]:
@@ -98,20 +103,25 @@ class LossRoot:
         labels_N = cut(self._request.labels).flatten()
         objective = self._request.objective
         self._inputs = () if objective is None else tuple(cut(one).flatten() for one in objective.inputs)
+        # A term of the logits is the model's own code, which takes them whole.
+        self._adds = self._of_logits and objective is None and torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
-            if self._axis is not None:
+            if self._split is not None:
                 stack.enter_context(split_logits(self._head))
             chunk = self._chunk(self._request.options, labels_N.size(0))
             if chunk is None:
-                logits = logits_in(forward(*args, **kwargs))
-                with phase("loss"):
-                    loss = self._loss(logits, labels_N, 0, labels_N.size(0))
+                loss = self._at_once(lambda **labels: forward(*args, **kwargs, **labels), labels_N)
             else:
-                loss = self._in_chunks(lambda: logits_in(forward(*args, **kwargs)), labels_N, chunk)
+                loss = self._in_chunks(lambda **labels: forward(*args, **kwargs, **labels), labels_N, chunk)
         handle = sharded(self._model)
-        if handle.routing is None or not torch.is_grad_enabled():
+        if handle.balancing is None or not torch.is_grad_enabled():
             return loss
         return loss + auxiliary_loss(handle) / self._request.micro_batches
+
+    @property
+    def _split(self) -> Axis | None:
+        """The axis over which the logits of the current forward pass are split."""
+        return None if self._adds else self._axis
 
     def around_base(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """The wrapper of the base model: its output is kept, and given in part while chunks are computed."""
@@ -127,7 +137,7 @@ class LossRoot:
             return None
         chunk = options.chunk
         if chunk == "auto":
-            local = -(-self._size // self._axis.size) if self._axis is not None else self._size
+            local = -(-self._size // self._split.size) if self._split is not None else self._size
             chunk = 1 << max(CHUNK_LOGITS // local, 1).bit_length() - 1
         return chunk if chunk < positions else None
 
@@ -140,25 +150,65 @@ class LossRoot:
             logprobs_N = log_probabilities(
                 logits.flatten(0, -2) if temperature == 1 else logits.flatten(0, -2).float() / temperature,
                 labels_N[start:stop],
-                vocabulary=self._axis,
+                vocabulary=self._split,
                 size=self._size,
             )
             return request.objective(logprobs_N, *(one[start:stop] for one in self._inputs))
         total = cross_entropy_sum(
             logits.flatten(0, -2),
             labels_N[start:stop],
-            vocabulary=self._axis,
+            vocabulary=self._split,
             size=self._size,
             label_smoothing=request.options.label_smoothing,
             z_loss=request.options.z_loss,
         )
         return total / request.tokens
 
-    def _in_chunks(self, logits: Callable[[], Tensor], labels_N: Tensor, chunk: int) -> Tensor:
+    def _with_own_term(self, output: Any, loss: Tensor, share: float) -> Tensor:
+        """`loss` and the model's own term of the logits in `output`, which are this share of this rank's positions."""
+        if not self._adds:
+            return loss
+        request, mesh = self._request, sharded(self._model).mesh
+        assert request is not None
+        parts = request.micro_batches * math.prod(mesh.size(axis) for axis in LOSS_AXES)
+        term: Tensor = output.loss
+        return loss + term.float() * (share / parts)
+
+    def _labels(self, positions: tuple[int, int]) -> dict[str, Tensor]:
+        """The labels with which the model adds its own term; what they say goes into no cross-entropy."""
+        if not self._adds:
+            return {}
+        request = self._request
+        assert request is not None
+        return {"labels": request.labels.new_zeros(positions)}
+
+    @contextlib.contextmanager
+    def _without_cross_entropy(self) -> Iterator[None]:
+        """Inside, the model's loss is its own term alone."""
+        core: Any = without_adapters(self._model)
+        if not self._adds:
+            yield
+            return
+        before = core.loss_function
+        core.loss_function = lambda logits, *_, **__: logits.new_zeros((), dtype=torch.float32)
+        try:
+            yield
+        finally:
+            core.loss_function = before
+
+    def _at_once(self, forward: Callable[..., Any], labels_N: Tensor) -> Tensor:
+        request, count = self._request, labels_N.size(0)
+        assert request is not None
+        with self._without_cross_entropy():
+            output = forward(**self._labels((request.labels.size(0), count // request.labels.size(0))))
+        with phase("loss"):
+            return self._with_own_term(output, self._loss(logits_in(output), labels_N, 0, count), 1.0)
+
+    def _in_chunks(self, forward: Callable[..., Any], labels_N: Tensor, chunk: int) -> Tensor:
         try:
             # This pass needs no logits, so the head computes one position only.
             self._instead = lambda output: _with_hidden(output, _hidden(output)[:1, :1])
-            first = logits()
+            first = logits_in(forward())
             if self._output is None or first.shape[:-1] != (1, 1):
                 raise StrategyError(
                     f"{type(self._model).__name__} does not compute its logits position by position from "
@@ -167,7 +217,10 @@ class LossRoot:
 
             def loss(hidden_1CH: Tensor, start: int, stop: int) -> Tensor:
                 self._instead = lambda output: _with_hidden(output, hidden_1CH)
-                return self._loss(logits(), labels_N, start, stop)
+                with self._without_cross_entropy():
+                    output = forward(**self._labels((1, stop - start)))
+                part = self._loss(logits_in(output), labels_N, start, stop)
+                return self._with_own_term(output, part, (stop - start) / labels_N.size(0))
 
             with phase("loss"):
                 return chunked_sum(loss, _hidden(self._output).flatten(0, 1), self._weights(), chunk)
@@ -189,11 +242,13 @@ def apply_loss(
     axes: Mapping[str, Axis],
     dtypes: Mapping[str, torch.dtype],
     cut: Callable[[Tensor], Tensor] | None = None,
+    terms: OwnTerms | None = None,
 ) -> None:
     """Let a Transformers model with an output head compute its loss; other modules do not change.
 
     Call it before `apply_access`, whose wrapper then encloses this one, so that the loss reads the parameters that the
-    modules compute with. `cut` selects this rank's positions from labels [B, S] of whole rows. A head with another
+    modules compute with. `cut` selects this rank's positions from labels [B, S] of whole rows. `terms`: what the
+    model's own loss adds. A head with another
     compute dtype than the model, or with dropout, computes all positions at once.
     """
     if not is_transformers(model):
@@ -212,7 +267,13 @@ def apply_loss(
         for name, module in outside
     )
     axis = axes[plan.mesh.tensor] if split else None
-    root = LossRoot(model, base, head, axis, plan.layers, chunks, cut)
+    of_logits = terms is not None and terms.of_logits
+    if terms is not None and of_logits and terms.balancing is not None:
+        raise StrategyError(
+            f"the loss of {type(core).__name__} adds a term of the logits to one of the routers, which cannot be taken "
+            "apart yet; set output_router_logits to false in the model's config"
+        )
+    root = LossRoot(model, base, head, axis, plan.layers, chunks, cut, of_logits)
     wrap(core, root.around_model)
     wrap(base, root.around_base)
     model.__dict__[_ATTRIBUTE] = root

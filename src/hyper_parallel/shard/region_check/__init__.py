@@ -11,6 +11,10 @@ copy serves only if its plan does to each module what the plan of the real model
 What fails is refused with the module, the tensor, the error, and rules that were found to pass.
 """
 
-from hyper_parallel.shard.region_check.check import check_before_training, check_on_first_call
+from hyper_parallel.shard.region_check.check import (
+    check_before_training,
+    check_on_first_call,
+    refusal_before_training,
+)
 
-__all__ = ["check_before_training", "check_on_first_call"]
+__all__ = ["check_before_training", "check_on_first_call", "refusal_before_training"]

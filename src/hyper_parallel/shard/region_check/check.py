@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,19 +70,27 @@ def check_before_training(
     """
     if not needed(model, strategy):
         return True
-    size = _vocabulary_of(model) or vocabulary
+    size = vocabulary_of(model) or vocabulary
     if size is None:
         return False
-    _decided(
-        model,
-        strategy,
-        plan,
-        [TokenCall(size, 0, 0), TokenCall(size, 0, 0, positions=False)],
-        spread,
-        together,
-    )
+    _decided(model, strategy, plan, _token_calls(size), spread, together)
     model.__dict__[_CHECKED] = strategy
     return True
+
+
+def refusal_before_training(
+    model: nn.Module, strategy: Strategy, plan: Plan, spread: Spread, vocabulary: int
+) -> str | None:
+    """Why `check_before_training` refuses the strategy on a model of so many token ids; None where it does not. Each
+    rank checks by itself."""
+    if not checks(strategy) or strategy.axes.world == 1:
+        return None
+    size = vocabulary_of(model) or vocabulary
+    return _refusal(model, strategy, plan, _token_calls(size), spread)
+
+
+def _token_calls(vocabulary: int) -> list[SampleCall]:
+    return [TokenCall(vocabulary, 0, 0), TokenCall(vocabulary, 0, 0, positions=False)]
 
 
 def check_on_first_call(
@@ -92,11 +100,12 @@ def check_on_first_call(
     plan: Plan,
     spread: Spread,
     together: tuple[int, ...] = (),
+    also: Callable[[nn.Module, SeenCall], None] = lambda original, call: None,
 ) -> None:
     """Check a parallelized model when it is first called with gradients: until then nobody knows how.
 
-    `original`: the model as it was, without values. What is wrong raises StrategyError in that call, on every rank,
-    before anything was updated.
+    `original`: the model as it was, without values. `also`: checks the original and the call too. What is wrong raises
+    StrategyError in that call, on every rank, before anything was updated.
     """
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -109,21 +118,30 @@ def check_on_first_call(
                 owner, _, own = name.rpartition(".")
                 if name in values and buffer.is_meta:
                     original.get_submodule(owner)._buffers[own] = values[name].detach().cpu().clone()
-            _decided(original, strategy, plan, [SeenCall.of(args, kwargs)], spread, together)
+            call = SeenCall.of(args, kwargs)
+            _decided(original, strategy, plan, [call], spread, together)
+            _copy_modes(model, original)
+            also(original, call)
         return forward(*args, **kwargs)
 
     wrap(model, wrapper)
 
 
+def _copy_modes(model: nn.Module, original: nn.Module) -> None:
+    """Give each module of the original the mode of the model's: statistics of the batch may be frozen by now."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in original.named_modules():
+        module.training = modes.get(name, module.training)
+
+
 def needed(model: nn.Module, strategy: Strategy) -> bool:
     """Whether there is anything to check: several ranks, real ones, and nobody said no."""
-    return (
-        strategy.check
-        and strategy.axes.world > 1
-        and not is_simulated()
-        and not suspended_groups.is_simulation()
-        and model.__dict__.get(_CHECKED) != strategy
-    )
+    return strategy.axes.world > 1 and checks(strategy) and model.__dict__.get(_CHECKED) != strategy
+
+
+def checks(strategy: Strategy) -> bool:
+    """Whether models are checked before they are trained: on real devices, unless somebody said no."""
+    return strategy.check and not is_simulated() and not suspended_groups.is_simulation()
 
 
 _FAILED = {"failed": True}
@@ -139,24 +157,30 @@ def _decided(
     together: tuple[int, ...],
 ) -> None:
     """The verdict of the first rank on every rank."""
+    refusal = agreed_verdict(lambda: _refusal(model, strategy, plan, calls, spread), together)
+    if refusal:
+        raise StrategyError(refusal)
+
+
+def agreed_verdict(check: Callable[[], Any], together: tuple[int, ...] = ()) -> Any:
+    """What `check` returns on the first of the ranks that check together, JSON-able, on every one of them."""
     _asked[together] += 1
     decides = together[0] if together else 0
-    key, refusal = f"hyper-parallel/check/{','.join(map(str, together))}/{_asked[together]}", None
+    key, verdict = f"hyper-parallel/check/{','.join(map(str, together))}/{_asked[together]}", None
     mine = not dist.is_initialized() or dist.get_rank() == decides
     if mine:
         try:
-            refusal = _refusal(model, strategy, plan, calls, spread)
+            verdict = check()
         except BaseException:
             # The others wait for a word.
             if dist.is_initialized():
                 store.broadcast_text(key, json.dumps(_FAILED))
             raise
     if dist.is_initialized():
-        refusal = json.loads(store.broadcast_text(key, json.dumps(refusal) if mine else None))
-        if refusal == _FAILED:
+        verdict = json.loads(store.broadcast_text(key, json.dumps(verdict) if mine else None))
+        if verdict == _FAILED:
             raise FollowsError(f"rank {decides} did not finish the check of the strategy; it says why")
-    if refusal:
-        raise StrategyError(refusal)
+    return verdict
 
 
 def _refusal(
@@ -168,7 +192,7 @@ def _refusal(
         return None
     log.info("checking the strategy on random numbers, once for this model")
     begun = time.perf_counter()
-    with _quiet():
+    with quiet():
         found = _on_a_copy(model, strategy, plan, calls, spread)
     seconds = time.perf_counter() - begun
     if isinstance(found, str):
@@ -254,11 +278,11 @@ def _fitted(call: SampleCall, small: Reduced) -> SampleCall:
     axes = small.strategy.axes
     multiple = 2 * axes.context * axes.tensor
     length = -(-LENGTH // multiple) * multiple
-    size = min(call.vocabulary, _vocabulary_of(small.model) or call.vocabulary)
+    size = min(call.vocabulary, vocabulary_of(small.model) or call.vocabulary)
     return TokenCall(size, 2 * axes.data, length, call.positions)
 
 
-def _vocabulary_of(model: nn.Module) -> int | None:
+def vocabulary_of(model: nn.Module) -> int | None:
     """Token ids that a causal language model of Transformers knows; None for another model."""
     if not is_transformers(model):
         return None
@@ -286,7 +310,7 @@ def _splits(strategy: Strategy) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """On the CPU, without autocast, gradients on, generators as they were; no notes of the runs of copies."""
     before = log.manager.disable
     with (

@@ -1,19 +1,23 @@
-"""Cache of passed region checks on disk, by digest.
+"""Cache of checks on disk, by digest: region checks that passed, and what owner checks found.
 
-`$XDG_CACHE_HOME/hyper-parallel/checks`, else under `~/.cache`. A file's presence is the verdict; its text is for
-people. Only what is right is kept: what is refused is computed again, and so is everything when the model's code, this
-package's, PyTorch or Transformers change.
+`$XDG_CACHE_HOME/hyper-parallel/checks`, else under `~/.cache`. Of a region check a file's presence is the verdict, and
+its text is for people: only what is right is kept, and what is refused is computed again. Of an owner check the text is
+the verdict. Everything is computed again when the model's code, this package's, PyTorch or Transformers change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import os
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +28,24 @@ from hyper_parallel.shard.region_check.sample_inputs import SampleCall
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.strategy import Strategy
 
-_known: set[str] = set()
+_known: dict[str, str] = {}
+
+
+_digests: ContextVar[dict[int, str] | None] = ContextVar("digests", default=None)
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Inside, no model changes: each is looked at once, however many checks are made of it."""
+    token = _digests.set({} if _digests.get() is None else _digests.get())
+    try:
+        yield
+    finally:
+        _digests.reset(token)
 
 
 def digest(model: nn.Module, strategy: Strategy, call: SampleCall | None) -> str:
     """Of the model's code and shapes, the strategy, the call, and the versions."""
-    core = without_adapters(model)
     parts = [
         _own_code(),
         torch.__version__,
@@ -37,12 +53,23 @@ def digest(model: nn.Module, strategy: Strategy, call: SampleCall | None) -> str
         strategy.model_dump_json(
             exclude={"placement", "cluster", "tries", "tries_seconds", "overlap", "precision"}
         ),
-        *sorted(_code_of(cls.__module__) + cls.__qualname__ for cls in {type(m) for m in model.modules()}),
+        _digest_of_model(model),
     ]
-    if is_transformers(model):
-        parts += [metadata.version("transformers"), core.config.to_json_string(use_diff=False)]  # type: ignore[union-attr, operator]
-    parts.append(signature(model))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _digest_of_model(model: nn.Module) -> str:
+    known = _digests.get()
+    if known is not None and id(model) in known:
+        return known[id(model)]
+    core: Any = without_adapters(model)
+    parts = sorted(_code_of(cls.__module__) + cls.__qualname__ for cls in {type(m) for m in model.modules()})
+    if is_transformers(model):
+        parts += [metadata.version("transformers"), core.config.to_json_string(use_diff=False)]
+    text = hashlib.sha256("\0".join([*parts, signature(model)]).encode()).hexdigest()
+    if known is not None:
+        known[id(model)] = text
+    return text
 
 
 def passed(key: str) -> bool:
@@ -50,9 +77,19 @@ def passed(key: str) -> bool:
     return key in _known or (_folder() / key).is_file()
 
 
+def kept(key: str) -> str | None:
+    """The text that was kept of a check, by this process or another."""
+    if key not in _known:
+        try:
+            _known[key] = (_folder() / key).read_text().rstrip("\n")
+        except OSError:
+            return None
+    return _known[key]
+
+
 def keep(key: str, text: str) -> None:
-    """Keep that a check passed. A folder that cannot be written keeps it in this process only."""
-    _known.add(key)
+    """Keep the text of a check. A folder that cannot be written keeps it in this process only."""
+    _known[key] = text
     try:
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / key).write_text(text + "\n")

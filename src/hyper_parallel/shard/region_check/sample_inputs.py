@@ -86,9 +86,9 @@ class SeenCall:
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SeenCall:
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int = 0) -> SeenCall:
         """The call with its tensors on the CPU, without autograd."""
-        draw = torch.Generator().manual_seed(0)
+        draw = torch.Generator().manual_seed(seed)
 
         def plain(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):

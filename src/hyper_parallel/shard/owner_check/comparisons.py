@@ -1,0 +1,377 @@
+"""The comparisons of a small copy of a model with its owner's forward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.compat.float64 import float64
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, logits_of
+from hyper_parallel.shard.loss.forward import call, first_position
+from hyper_parallel.shard.model_structure import text_config
+from hyper_parallel.shard.own_terms import asks_for_router_logits
+from hyper_parallel.shard.plan import make_plan
+from hyper_parallel.shard.region_check.check import quiet, vocabulary_of
+from hyper_parallel.shard.region_check.outcome import COARSE, PRECISE, TOLERANCE, Outcome, Spread, worst
+from hyper_parallel.shard.region_check.reduced_model import reduce
+from hyper_parallel.shard.region_check.sample_inputs import FIRST_ID
+from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.sharded_model import sharded
+from hyper_parallel.strategy import Strategy
+
+Kind = Literal["loss", "rows", "packing", "length", "padding"]
+KINDS: tuple[Kind, ...] = ("loss", "rows", "packing", "length", "padding")
+Verdict = Literal["right", "differs", "not applicable"]
+
+LENGTH = 24
+"""Positions of a row."""
+SHORT = 4
+"""Positions of the rows whose positions are far apart: fewer than any table of factors is made for."""
+DOCUMENTS = (7, 11, 6)
+"""Positions of the documents of a packed row."""
+TAUGHT = 10
+"""Positions of a row whose gradients are compared: a backward pass through many experts takes long, each time that a
+token chooses another one."""
+CHUNK = 6
+"""Positions of a chunk of our loss, so that there are several, the last one shorter."""
+
+ALONE = Strategy(check=False)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison's verdict."""
+
+    verdict: Verdict
+    detail: str = ""
+    """What differs by how much, or why nothing could be compared; in words."""
+    positions: int | None = None
+    """Of `length` where it differs: rows of no more positions than this do not depend on each other."""
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing differs; also where nothing could be compared."""
+        return self.verdict != "differs"
+
+    def __str__(self) -> str:
+        return f"{self.verdict} ({self.detail})" if self.detail else self.verdict
+
+
+@dataclass(frozen=True)
+class OwnerReport:
+    """The verdict of each comparison that was asked for."""
+
+    comparisons: dict[Kind, Comparison]
+    copy: str = ""
+    """The small copy, in words."""
+
+    def __getitem__(self, kind: Kind) -> Comparison:
+        return self.comparisons[kind]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no comparison differs."""
+        return all(one.right for one in self.comparisons.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able; `from_json` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> OwnerReport:
+        """The inverse of `to_json`."""
+        return cls({kind: Comparison(**one) for kind, one in data["comparisons"].items()}, data["copy"])
+
+
+def compare(
+    model: nn.Module,
+    *,
+    kinds: tuple[Kind, ...] = KINDS,
+    vocabulary: int | None = None,
+    spread: Spread | None = None,
+) -> OwnerReport:
+    """Compare a small copy of `model` with the owner's forward pass, on one device, in this process.
+
+    `model`: as it is before any strategy, with or without values; it is not changed. `vocabulary`: the number of token
+    ids of a model that is not Transformers'. Nothing is cached. A family that the comparison cannot run is reported as
+    not applicable, with the reason.
+    """
+    from hyper_parallel.shard.parallelize import on_simulated_ranks
+
+    reason = "it is no causal language model"
+    size = vocabulary_of(model) or vocabulary
+    if size is not None:
+        with quiet():
+            reason = "no copy of it is small enough"
+            for small in reduce(model, make_plan(model, ALONE), ALONE):
+                template = without_dropout(small.model)
+                subject = _Subject(
+                    template, spread or on_simulated_ranks, min(size, vocabulary_of(template) or size)
+                )
+                try:
+                    subject.logits([0], LENGTH)
+                # A copy may have sizes that the model's own code cannot do.
+                except Exception as error:
+                    reason = f"a copy of it does not run: {_line(error)}"
+                    continue
+                found = {kind: _COMPARISONS[kind](subject) for kind in kinds}
+                return OwnerReport(found, f"{small.layers} layers, widths divided by {small.factor}")
+    return OwnerReport(dict.fromkeys(kinds, Comparison("not applicable", reason)))
+
+
+@dataclass
+class _Subject:
+    """The copy that is compared, and the tokens that it is given."""
+
+    template: nn.Module
+    """With values, on the CPU; copies of it are computed with."""
+    spread: Spread
+    vocabulary: int
+
+    def ids(self, rows: int, length: int = LENGTH) -> Tensor:
+        """Random token ids, int64 [rows, length]; always the same."""
+        draw = torch.Generator().manual_seed(0)
+        first = min(FIRST_ID, self.vocabulary // 2)
+        return torch.randint(first, self.vocabulary, (rows, length), generator=draw)
+
+    def copied(self, *, precise: bool) -> nn.Module:
+        """A copy in the mode of training."""
+        return copy.deepcopy(self.template).to(torch.float64 if precise else torch.float32).train()
+
+    def ours(self, *, precise: bool) -> nn.Module:
+        """A copy as we train it."""
+        return self.spread(self.copied(precise=precise), ALONE)
+
+    def logits(self, starts: list[int], length: int, *, precise: bool = False) -> Tensor:
+        """Logits of one row for each start: its positions begin there. Of a copy that computed nothing before."""
+        ids = self.ids(len(starts), length)
+        return _logits(self.ours(precise=precise), ids, _positions(starts, length))
+
+
+def _positions(starts: list[int], length: int = LENGTH) -> Tensor:
+    return torch.stack([torch.arange(start, start + length) for start in starts])
+
+
+def _logits(model: nn.Module, ids: Tensor, positions: Tensor | None) -> Tensor:
+    """`positions`: None where the model numbers them itself."""
+    rows = torch.arange(ids.size(0))
+    with torch.no_grad(), sharded(model).micro_batch(seed=0, step=0, rows=rows):
+        return logits_of(model, ids, positions)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model with every rate of dropout at 0: what two passes drop is no difference between them."""
+    holders: list[Any] = [*model.modules()]
+    pending = [c for module in model.modules() if (c := getattr(module, "config", None)) is not None]
+    seen: set[int] = set()
+    while pending:
+        config = pending.pop()
+        if hasattr(config, "__dict__") and id(config) not in seen:
+            seen.add(id(config))
+            holders.append(config)
+            pending += [value for key, value in vars(config).items() if key.endswith("config")]
+    for holder in holders:
+        rates = {key: 0.0 for key, value in vars(holder).items() if _is_rate(holder, key, value)}
+        vars(holder).update(rates)
+    return model
+
+
+def _is_rate(holder: Any, key: str, value: Any) -> bool:
+    named = "drop" in key or "jitter" in key or (key == "p" and "Dropout" in type(holder).__name__)
+    return named and isinstance(value, float)
+
+
+def _loss(subject: _Subject) -> Comparison:
+    """Our loss against the owner's: value, gradients, and the buffers afterwards."""
+    if not is_transformers(subject.template):
+        return Comparison("not applicable", "the model has no loss of its own")
+    found = _same_loss(subject, shifted=False)
+    if found.right:
+        return found
+    # A decoder of an encoder-decoder takes labels that are shifted already.
+    again = _same_loss(subject, shifted=True)
+    return again if again.verdict == "right" else found
+
+
+def _same_loss(subject: _Subject, *, shifted: bool) -> Comparison:
+    """`shifted`: the owner's labels are those of the next token."""
+    found = decided(lambda precise: _losses(subject, shifted=shifted, chunk=CHUNK, precise=precise))
+    if found.verdict != "not applicable":
+        return found
+    # Not every model computes its logits from the output of its base model, a chunk of positions at a time.
+    return decided(lambda precise: _losses(subject, shifted=shifted, chunk="none", precise=precise))
+
+
+def _losses(
+    subject: _Subject, *, shifted: bool, chunk: int | Literal["none"], precise: bool
+) -> tuple[Outcome, Outcome]:
+    """The owner's loss and ours. `shifted`: the owner's labels are those of the next token."""
+    ids, positions = subject.ids(2, TAUGHT), _positions([0, 0], TAUGHT)
+    labels = ids.clone()
+    labels[0, :3] = labels[1, 5:7] = IGNORED
+    next_token = labels.roll(-1, 1)
+    next_token[:, -1] = IGNORED
+    owner = subject.copied(precise=precise)
+    # As its user calls it: it numbers positions itself.
+    output = call(owner, ids, None, labels=next_token if shifted else labels, **_asked_for(owner))
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise _NoOwner("its forward pass takes labels and returns no loss")
+    loss.backward()  # type: ignore[no-untyped-call]
+    ours = subject.ours(precise=precise)
+    tokens = float((next_token != IGNORED).sum())
+    with sharded(ours).micro_batch(seed=0, step=0, rows=torch.arange(2)):
+        mine = causal_lm_loss(ours, ids, next_token, positions, tokens, LossConfig(chunk=chunk))
+        mine.backward()  # type: ignore[no-untyped-call]
+    return _outcome(owner, loss), _outcome(ours, mine)
+
+
+class _NoOwner(Exception):
+    """The model has no loss of its own to compare with."""
+
+
+def _asked_for(model: nn.Module) -> dict[str, bool]:
+    """What the owner's forward pass is asked for when its config asks for it in the section of the language model."""
+    return {"output_router_logits": True} if asks_for_router_logits(model) else {}
+
+
+def _outcome(model: nn.Module, loss: Tensor) -> Outcome:
+    tensors = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(float(loss.detach()), tensors | _buffers(model))
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {f"buffer {name}": b.detach().double() for name, b in model.named_buffers() if not b.is_meta}
+
+
+def _rows(subject: _Subject) -> Comparison:
+    """Two rows together against each alone."""
+
+    def both(precise: bool) -> tuple[Outcome, Outcome]:
+        ids, positions = subject.ids(2), _positions([0, 0])
+        model = subject.ours(precise=precise)
+        alone = [_logits(model, ids[row : row + 1], None) for row in range(2)]
+        together = _logits(subject.ours(precise=precise), ids, positions)
+        return _of_logits({f"row {row}": one for row, one in enumerate(alone)}), _of_logits(
+            {f"row {row}": together[row : row + 1] for row in range(2)}
+        )
+
+    return decided(both)
+
+
+def _packing(subject: _Subject) -> Comparison:
+    """Documents packed into one row against each alone, where they bear loss."""
+    ids = subject.ids(1)
+    starts = [sum(DOCUMENTS[:at]) for at in range(len(DOCUMENTS))]
+    spans = [slice(start, start + length) for start, length in zip(starts, DOCUMENTS, strict=True)]
+
+    def both(precise: bool) -> tuple[Outcome, Outcome]:
+        model = subject.ours(precise=precise)
+        positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+        alone = [_logits(model, ids[:, span], None) for span in spans]
+        packed = _logits(subject.ours(precise=precise), ids, positions)
+        # The last token of a document predicts nothing.
+        return _of_logits({f"document {at}": one[:, :-1] for at, one in enumerate(alone)}), _of_logits(
+            {f"document {at}": packed[:, span][:, :-1] for at, span in enumerate(spans)}
+        )
+
+    return decided(both)
+
+
+def _padding(subject: _Subject) -> Comparison:
+    """A document that is filled up to the length of a row against the document alone."""
+
+    def both(precise: bool) -> tuple[Outcome, Outcome]:
+        ids, document = subject.ids(1), DOCUMENTS[0]
+        filled = torch.cat([ids[:, :document], ids[:, :1].expand(1, LENGTH - document)], 1)
+        alone = _logits(subject.ours(precise=precise), ids[:, :document], None)
+        padded = _logits(subject.ours(precise=precise), filled, _positions([0]))
+        return _of_logits({"a document": alone}), _of_logits({"a document": padded[:, :document]})
+
+    return decided(both)
+
+
+def _length(subject: _Subject) -> Comparison:
+    """A row against the same beside one of the largest positions; where it differs, from which positions on."""
+    limits = _limits(subject.template)
+
+    def beside(largest: int, precise: bool) -> tuple[Outcome, Outcome]:
+        alone = subject.logits([0], SHORT, precise=precise)
+        together = subject.logits([0, largest - SHORT], SHORT, precise=precise)
+        return _of_logits({"a row": alone}), _of_logits({"a row": together[:1]})
+
+    found = Comparison("not applicable", "its config names no number of positions")
+    for limit in limits:
+        found = decided(lambda precise, limit=limit: beside(limit, precise))  # type: ignore[misc]
+        if found.verdict == "right":
+            return found
+        if found.verdict == "differs":
+            break
+    if found.verdict != "differs":
+        return found
+    low, high = SHORT, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if decided(lambda precise, middle=middle: beside(middle, precise)).right:  # type: ignore[misc]
+            low = middle
+        else:
+            high = middle
+    return Comparison(
+        "differs", f"rows of more than {low} positions change those beside them: {found.detail}", low
+    )
+
+
+def _limits(model: nn.Module) -> list[int]:
+    """Numbers of positions to try: beyond what the model was made for, where it has no table of positions, then its own
+    largest."""
+    config: Any = text_config(model)
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most <= 2 * SHORT:
+        return []
+    return [4 * most, most - first_position(model)]
+
+
+def _of_logits(logits: dict[str, Tensor]) -> Outcome:
+    return Outcome(0.0, {name: tensor.double() for name, tensor in logits.items()})
+
+
+def decided(both: Callable[[bool], tuple[Outcome, Outcome]]) -> Comparison:
+    """Whether two outcomes are equal: float32 first; where it differs by more than `TOLERANCE`, float64 decides."""
+    try:
+        found = worst(*both(False))
+        if found.error <= TOLERANCE:
+            return Comparison("right")
+    except _NoOwner as reason:
+        return Comparison("not applicable", str(reason))
+    except HyperParallelError as refusal:
+        return Comparison("not applicable", str(refusal))
+    # Whatever the model's own code raises.
+    except Exception as error:
+        return Comparison("not applicable", _line(error))
+    try:
+        with float64():
+            precise = worst(*both(True))
+    # Kernels that know no float64.
+    except (RuntimeError, TypeError, ValueError):
+        return Comparison("right") if found.error <= COARSE else Comparison("differs", str(found))
+    return Comparison("right") if precise.error <= PRECISE else Comparison("differs", str(precise))
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+_COMPARISONS: dict[Kind, Callable[[_Subject], Comparison]] = {
+    "loss": _loss,
+    "rows": _rows,
+    "packing": _packing,
+    "length": _length,
+    "padding": _padding,
+}
