@@ -284,6 +284,13 @@ def test_tools_that_move_with_the_last_question(base: Tokenizer) -> None:
     assert bears == "Four.<|endoftext|>¦Quite sure.<|endoftext|>"
 
 
+def test_an_answer_that_cannot_be_replaced_to_find_it_is_refused(base: Tokenizer) -> None:
+    called = "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    follows = called + "{{ raise_exception('no call') }}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match="around message 1 otherwise"):
+        row(base, follows + DROPS, messages=CALLING)
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED, THINKING])
 @pytest.mark.parametrize("key", SWITCHES)
 @pytest.mark.parametrize("value", [0, False, 0.0])

@@ -67,15 +67,9 @@ def render(owner: Any, chat: Chat) -> Rendered:
     template = _template(owner, chat)
     _check_options(owner, chat, template)
     chat = _in_form(owner, chat)
-    whole, answers, is_open = (
-        _marked(owner, chat, template) if _GENERATION.search(template) else _found(owner, chat)
-    )
-    if not answers:
-        raise DataError(
-            f"{chat.where}: the chat template marks no token of this conversation as an answer; {_MEND}"
-        )
-    _check_shown(owner, chat, whole)
-    return Rendered(whole, tuple(answers), is_open)
+    rendered = _marked(owner, chat, template) if _GENERATION.search(template) else _located(owner, chat)
+    _check_shown(owner, chat, rendered.text)
+    return rendered
 
 
 def prompt(owner: Any, chat: Chat) -> str:
@@ -88,11 +82,7 @@ def conversation(owner: Any, chat: Chat) -> str:
     return _text(owner, chat, chat.messages)
 
 
-Found = tuple[str, list[tuple[int, int]], bool]
-"""The fields of `Rendered`."""
-
-
-def _marked(owner: Any, chat: Chat, template: str) -> Found:
+def _marked(owner: Any, chat: Chat, template: str) -> Rendered:
     """By the marks of the template, as Transformers reads them.
 
     `apply_chat_template` gives a mask of tokens alone, and drops the rest of the answers where one begins with a
@@ -118,10 +108,14 @@ def _marked(owner: Any, chat: Chat, template: str) -> Found:
         )
     if chat.silent:
         answers = [span for index, span in zip(speaking, answers, strict=True) if index not in chat.silent]
-    return text, [(int(start), int(end)) for start, end in answers], False
+    if not answers:
+        raise DataError(
+            f"{chat.where}: the chat template marks no token of this conversation as an answer; {_MEND}"
+        )
+    return Rendered(text, tuple((int(start), int(end)) for start, end in answers), open=False)
 
 
-def _found(owner: Any, chat: Chat) -> Found:
+def _located(owner: Any, chat: Chat) -> Rendered:
     """By renderings of parts of the conversation, for a template without marks."""
     whole = _text(owner, chat, chat.messages)
     answers: list[tuple[int, int]] = []
@@ -132,7 +126,7 @@ def _found(owner: Any, chat: Chat) -> Found:
             start = turn.start()
             answers.append((start, turn.end(start)))
             is_open = turn.bare and index + 1 == len(chat.messages)
-    return whole, answers, is_open
+    return Rendered(whole, tuple(answers), is_open)
 
 
 class _Turn:
@@ -163,9 +157,7 @@ class _Turn:
             return len(opening)
         left, _ = self._in_place()
         # The header may go on behind the generation prompt, as with an empty block of reasoning in the last turn.
-        constant = (
-            self.header.removeprefix(prompted) if has_prompt and self.header.startswith(prompted) else ""
-        )
+        constant = self.header.partition(prompted)[2] if has_prompt else ""
         start = len(left.removesuffix(constant))
         if self.whole[:start] != left[:start]:
             raise self._not_found()
@@ -193,7 +185,10 @@ class _Turn:
 
     def _in_place(self) -> tuple[str, str]:
         """The text around the probe with all other messages as they are."""
-        left, shown, right = self._around(self.chat.messages[self.index + 1 :])
+        try:
+            left, shown, right = self._around(self.chat.messages[self.index + 1 :])
+        except DataError as error:  # as where results of tools have to follow calls
+            raise self._not_found() from error
         if not shown:
             raise self._not_found()
         return left, right
