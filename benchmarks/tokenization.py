@@ -75,8 +75,9 @@ class Case:
 def cases(draw: random.Random, kind: Kind, owner: Any, template: str, long: bool) -> Iterator[Case]:
     """A text, a prompt with its response, and a conversation."""
     text = draw_text(draw, kind, 60)
-    # Longer than what encoders cut, and without a place to cut; BERT's has no token for so long a word.
-    tail = ("ab " * 2**18 if kind.spaces == "dropped" else "ab" * (2**19 + 10)) if long else ""
+    # Longer than a window of an encoder, partly without a place to cut; BERT's has no token for so long a word.
+    words = draw_text(draw, kind, 60) if long else ""
+    tail = ("" if kind.spaces == "dropped" else "ab" * 2**18) + words * (2**20 // max(len(words), 1))
     yield Case(Text("text", text + tail), text + tail, ended(owner, text + tail), [])
     cut = draw.randint(0, max(len(text) - 1, 0))
     ids = ended(owner, text)

@@ -142,7 +142,11 @@ def sentence_pieces(scheme: str, unigram: bool = False) -> Tokenizer:
     else:
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=unigram)
     core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    options = {"vocab_size": 700, "special_tokens": SPECIAL + BYTE_PIECES, "show_progress": False}
+    options: dict[str, Any] = {
+        "vocab_size": 700,
+        "special_tokens": SPECIAL + BYTE_PIECES,
+        "show_progress": False,
+    }
     if not unigram:
         return trained(core, trainers.BpeTrainer(limit_alphabet=50, **options))
     state = json.loads(trained(core, trainers.UnigramTrainer(unk_token="<unk>", **options)).to_str())
@@ -201,8 +205,8 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "language behind": lambda: Kind(sentence_pieces("always"), (), ("</s>", "en_XX"), spaces="marked"),
     "bos twice": lambda: Kind(byte_level(), ("<s>", "<s>")),
     "bos and eos": lambda: Kind(sentence_pieces("first"), BOS, EOS, spaces="marked"),
-    "NFC": lambda: Kind(with_normalizer(normalizers.NFC()), BOS),
-    "NFKC": lambda: Kind(with_normalizer(normalizers.NFKC()), BOS),
+    "NFC": lambda: Kind(byte_level(normalizers.NFC()), BOS),
+    "NFKC": lambda: Kind(byte_level(normalizers.NFKC()), BOS),
     "lower case": lambda: Kind(
         with_normalizer(normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()),
         BOS,

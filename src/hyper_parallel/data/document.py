@@ -247,7 +247,9 @@ def _json(value: Any, key: str, where: str) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        raise DataError(f"{where}: {key!r} is a string that is not JSON; write it as JSON") from None
+        raise DataError(
+            f"{where}: {key!r} is a string that is not JSON; write JSON, or rename the key"
+        ) from None
 
 
 def _silent(messages: list[dict[str, Any]], where: str) -> frozenset[int]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.data import long_text
 from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
 from hyper_parallel.data.chat import DEFAULT_TEMPLATE
 from hyper_parallel.data.document import fraction
@@ -113,20 +114,29 @@ class Tokenizer:
         parts = [*self.ids_of_texts, self.transformers.chat_template, special]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
-    @cached_property
+    @property
     def beginning(self) -> list[int]:
         """The ids that the tokenizer itself puts before a text."""
-        # The name of a special token is the one text that every tokenizer has a token for.
-        encoding = self.encode_ranges([str(self.transformers.eos_token)])[0]
-        return encoding.ids[: encoding.prefix]
+        return self._added[0]
 
     def encode(self, text: str) -> list[int]:
         """The ids of the tokenizer's own call on a text: what it adds before and behind included."""
         return self.encode_texts([text])[0]
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """As `encode`, of each text."""
-        return self._called(texts)["input_ids"] if texts else []
+        """As `encode`, of each text; long ones in windows where that gives the same ids."""
+        backend = self.exact.backend_tokenizer
+        long = [
+            at
+            for at, text in enumerate(texts)
+            if len(text) > long_text.WINDOW
+            and self._has_windows
+            and long_text.is_provable_text(backend, text)
+        ]
+        short = [text for at, text in enumerate(texts) if at not in long]
+        long_text.check_memory(short)
+        encoded = iter(self._called(short)["input_ids"] if short else [])
+        return [self._by_windows(text) if at in long else next(encoded) for at, text in enumerate(texts)]
 
     def encode_ranges(self, texts: list[str]) -> list[Encoding]:
         """As `encode`, of each text, with the characters that each token holds."""
@@ -182,15 +192,34 @@ class Tokenizer:
                 "token holds; convert it to tokenizer.json"
             )
         exact = copy.deepcopy(self.transformers)
-        exact.model_max_length = (
-            sys.maxsize
-        )  # a long text is no reason for a warning: it is cut into rows later
+        # Of long texts, which are cut into rows later, the library would warn.
+        exact.model_max_length = sys.maxsize
         backend = exact.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         if backend.post_processor is not None:
             backend.post_processor = _untrimmed(backend.post_processor)
         return exact
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before a text and behind it."""
+        # The name of a special token is the one text that every tokenizer has a token for.
+        ids, _, prefix, suffix = self.encode_ranges([str(self.transformers.eos_token)])[0]
+        return ids[:prefix], ids[len(ids) - suffix :]
+
+    @cached_property
+    def _has_windows(self) -> bool:
+        # A class with a call of its own does more than what tokenizer.json says.
+        called = type(self.exact)._encode_plus.__module__ == "transformers.tokenization_utils_tokenizers"
+        return called and long_text.provable(self.exact.backend_tokenizer)
+
+    def _by_windows(self, text: str) -> list[int]:
+        def encode(window: str) -> Any:
+            return self._called([window], add_special_tokens=False, return_offsets_mapping=True).encodings[0]
+
+        before, behind = self._added
+        return before + long_text.ids_by_windows(encode, text) + behind
 
     @cached_property
     def _byte_tokens(self) -> dict[int, int]:
