@@ -177,7 +177,8 @@ def counted(name: str, texts: int, seed: int = 0, long: bool = True) -> dict[str
     """The verdicts on random texts under one tokenizer, with the first that is wrong."""
     kind = KINDS[name]()
     tokenizer, owner = DataTokenizer(kind.tokenizer()), kind.tokenizer()
-    added, spelt, count, first = set(owner.get_added_vocab()), {}, Counter[str](), None
+    added, count, first = set(owner.get_added_vocab()), Counter[str](), None
+    spelt: dict[int, bytes] = {}
     for number in range(texts):
         draw = random.Random(f"{seed} {name} {number}")
         template = list(TEMPLATES)[number % len(TEMPLATES)]
