@@ -359,9 +359,10 @@ def test_uncompressed_sound_is_read_without_other_packages(tmp_path: Path) -> No
         load_audio(Media("audio", "a.wav", path), "here", 8000)
 
 
-def test_a_conversation_of_text_parts_is_a_text() -> None:
+def test_a_conversation_of_text_parts_has_no_media() -> None:
     found = from_record(parts(TEXT, TEXT), "here")
-    assert isinstance(found, Chat) and found.messages[0]["content"] == ASKED * 2 and not found.media
+    assert isinstance(found, Chat) and found.messages[0]["content"] == [TEXT, TEXT] and not found.media
+    assert found.content().startswith(ASKED * 2)
 
 
 def test_missing_packages_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

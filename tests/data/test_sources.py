@@ -191,6 +191,29 @@ def test_a_datasets_folder(tmp_path: Path) -> None:
     assert documents(both, key="eval") == [Answer(f"{both}, row 0", "p", "r")]
 
 
+def test_rows_of_a_table_have_the_keys_that_were_written(tmp_path: Path) -> None:
+    """A table has every key in every object, null where it was absent."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "ho"},
+        {"role": "assistant", "content": "no", "weight": 0},
+    ]
+    tools = [
+        {"name": "f", "parameters": {"a": {"type": "int"}}},
+        {"name": "g", "parameters": {"b": {"type": "str"}}},
+    ]
+    rows = [
+        {"messages": turns, "tools": tools, "chat_template_kwargs": None},
+        {"messages": turns, "chat_template_kwargs": {"k": False}},
+    ]
+    found = documents(saved_dataset(tmp_path / "d", train=rows))
+    assert [chat.messages for chat in found] == [turns, turns]  # type: ignore[union-attr]
+    assert [chat.silent for chat in found] == [{3}, {3}]  # type: ignore[union-attr]
+    assert [chat.options for chat in found] == [{"tools": tools}, {"k": False}]  # type: ignore[union-attr]
+
+
 def test_a_broken_datasets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved_dataset(tmp_path / "d", train=[{"text": "a" * 100}] * 50)
     arrow = next(folder.glob("*.arrow"))
@@ -222,9 +245,13 @@ json_values = st.recursive(
     max_leaves=6,
 )
 records = json_values | st.dictionaries(
-    st.sampled_from(["text", "prompt", "response", "messages"]),
+    st.sampled_from(["text", "prompt", "response", "messages", "tools", "chat_template_kwargs"]),
     json_values
-    | st.lists(st.dictionaries(st.sampled_from(["role", "content"]), st.text(max_size=9) | st.none())),
+    | st.lists(
+        st.dictionaries(
+            st.sampled_from(["role", "content", "weight"]), st.text(max_size=9) | st.integers(0, 2)
+        )
+    ),
 )
 
 

@@ -104,6 +104,71 @@ def test_a_beginning_token_and_a_truncation_of_the_folder_are_minded(tmp_path: P
     assert loaded.vocab_size == 1 + max(loaded.transformers.get_vocab().values())
 
 
+def test_what_the_tokenizer_adds_is_part_of_its_ids(tokenizer: tokenizers.Tokenizer) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    rust = tokenizers._rust().Tokenizer.from_str(tokenizers.train(TEXTS, 1000, 400))
+    end, pad = rust.token_to_id("<|endoftext|>"), rust.token_to_id("<|pad|>")
+    special = [("<|endoftext|>", end), ("<|pad|>", pad)]
+    digests = {tokenizer.digest}
+    for before, behind in (
+        ("<|pad|> <|pad|>", ""),
+        ("<|pad|>", "<|endoftext|>"),
+        ("", "<|endoftext|> <|pad|>"),
+    ):
+        rust.post_processor = TemplateProcessing(
+            single=f"{before} $A {behind}".strip(), special_tokens=special
+        )
+        owner = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|endoftext|>")
+        found = tokenizers.Tokenizer(owner)
+        assert found.beginning == [pad] * len(before.split())
+        for text in ("", "def f", "<|endoftext|>"):
+            ids = owner(text)["input_ids"]
+            assert found.encode(text) == ids
+            encoding = found.encode_ranges([text])[0]
+            assert (encoding.ids, encoding.prefix, encoding.suffix) == (
+                ids,
+                len(before.split()),
+                len(behind.split()),
+            )
+            [(encoded, _)] = encode([Text("here", text)], found)
+            assert encoded == (ids if ids[-1] == end else [*ids, end])
+        digests.add(found.digest)
+    assert len(digests) == 4
+
+
+def test_a_text_without_a_token_is_refused_by_its_place() -> None:
+    from hyper_parallel.data.character_tokenizer import character_tokenizer
+
+    found = tokenizers.Tokenizer(character_tokenizer("ab"))
+    documents = [Text("line 1", "ab"), Text("line 2", "abc"), Text("line 3", "a")]
+    encoded = encode(documents, found)
+    assert next(encoded) == ([2, 3, 0], None)
+    with pytest.raises(DataError, match=r"^line 2: the tokenizer does not take this text: ") as raised:
+        next(encoded)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_without_ranges_of_characters_is_refused() -> None:
+    class Slow:
+        is_fast, eos_token_id, eos_token = False, 0, "</s>"
+
+    with pytest.raises(DataError, match=r"Slow is not a fast tokenizer, .* convert it to tokenizer\.json"):
+        tokenizers.Tokenizer(Slow()).encode("a")
+
+
+def test_the_users_object_stays_as_it_is() -> None:
+    from harness.tokenizer_kinds import KINDS
+
+    owner = KINDS["byte-level, one word"]().tokenizer()
+    owner.backend_tokenizer.enable_truncation(2)
+    before = owner.backend_tokenizer.to_str()
+    found = tokenizers.Tokenizer(owner)
+    assert len(found.encode("the answer is four, yes")) > 2
+    assert owner.backend_tokenizer.to_str() == before
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [(None, "holds no tokenizer.json"), ("{", "cannot be loaded"), ("{}", "cannot be loaded")],

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,14 @@ from numpy.typing import NDArray
 from hyper_parallel.data import chat
 from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
 from hyper_parallel.data.document import Answer, Chat, Document, Text, is_held_out
-from hyper_parallel.data.tokenizer import Tokenizer
+from hyper_parallel.data.tokenizer import Encoding, Tokenizer
 from hyper_parallel.errors import DataError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
-# A batch for the tokenizer's own threads, and the longest text that one of them takes in one piece.
+_FORMAT = 3
+# A batch for the tokenizer's own threads, which take one text each.
 _BATCH_CHARACTERS = 4 * 2**20
-_PIECE_CHARACTERS = 2**20
 # As many as fit the first line of an array file; templates have one to three.
 _ENDS = 64
 
@@ -62,7 +63,9 @@ def corpora(
     `key` is a digest of the documents. The held-out part may be empty; the training part is empty only if there are
     no documents: if the share would hold out all documents, it holds out none.
     """
-    key = f"corpus-{_FORMAT}-{key}-{tokenizer.digest}-{holdout!r}"
+    # Another release may render a template, or normalize a text, otherwise.
+    releases = "-".join(version(package) for package in ("transformers", "tokenizers"))
+    key = f"corpus-{_FORMAT}-{key}-{tokenizer.digest}-{releases}-{holdout!r}"
 
     def read() -> tuple[Corpus, Corpus] | None:
         rows = tokenizer.vocab_size
@@ -82,101 +85,89 @@ def encode(
 ) -> Iterator[tuple[list[int], list[int] | None]]:
     """The ids of each document, with 1 for each id that contributes to the loss; None if all of them do.
 
-    A text or a response ends with the end-of-text token. A prompt and its response are tokenized separately, so that
-    no token holds parts of both, as in generation. A conversation ends as its template ends it, plus the end-of-text
-    token only if the template's last answer has no end-of-turn token.
+    The ids are those of the tokenizer's own call on the whole text, a prompt and its response joined; the end-of-text
+    token follows where the call does not end with it. A conversation ends as its template ends it, plus the end-of-text
+    token only if the template's last answer has no end-of-turn token. A token contributes to the loss if it holds any
+    character of a response or an answer, also where it begins in the prompt: no character of an answer is left out.
     """
     for batch in _batches(documents):
         yield from _encode(batch, tokenizer)
 
 
 def _encode(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
-    pieces: list[str] = []
-    for document in batch:
-        pieces += _plain_pieces(document)
-    plain = iter(tokenizer.encode_raw(pieces))
+    _require_template(batch, tokenizer)
+    rendered = [chat.render(tokenizer.transformers, one) for one in batch if isinstance(one, Chat)]
+    try:
+        texts = iter(tokenizer.encode_texts([one.text for one in batch if isinstance(one, Text)]))
+        joined = [one.prompt + one.response for one in batch if isinstance(one, Answer)]
+        answers = iter(tokenizer.encode_ranges(joined))
+        conversations = zip(rendered, tokenizer.encode_template([one.text for one in rendered]), strict=True)
+    except DataError:
+        raise
+    except Exception as error:  # the library's Rust part raises plain ones
+        if len(batch) == 1:
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"{batch[0].where}: the tokenizer does not take this text: {reason}") from error
+        for document in batch:  # one of them is at fault
+            yield from _encode([document], tokenizer)
+        return
 
-    template = _template_for(batch, tokenizer)
-    own_marks = template is not None and chat.marks_answers(template)
-    rendered = [
-        chat.render(tokenizer.transformers, document)
-        for document in batch
-        if isinstance(document, Chat) and not own_marks
-    ]
-    conversations = zip(rendered, tokenizer.encode_template([item.text for item in rendered]), strict=True)
-
-    beginning, end = tokenizer.beginning, tokenizer.eos
+    end = tokenizer.eos
     for document in batch:
         match document:
             case Text():
-                ids = [token for _ in _plain_pieces(document) for token in next(plain)]
-                yield [*beginning, *ids, end], None
+                ids = next(texts)
+                yield (ids if ids[-1:] == [end] else [*ids, end]), None
             case Answer():
-                prompt, response = next(plain), next(plain)
-                mask = [0] * (len(beginning) + len(prompt)) + [1] * (len(response) + 1)
-                yield [*beginning, *prompt, *response, end], mask
-            case Chat() if own_marks:
-                yield chat.tokens(tokenizer.transformers, document)
+                yield _answer(document, next(answers), end)
             case Chat():
-                yield _conversation(*next(conversations), end=end)
+                yield _conversation(document, *next(conversations), end=end)
 
 
-def _template_for(batch: list[Document], tokenizer: Tokenizer) -> str | None:
-    """The chat template, required if a batch has conversations."""
-    template = tokenizer.chat_template
-    if template is None:
-        for document in batch:
-            if isinstance(document, Chat):
-                whose = f"the tokenizer in {tokenizer.folder}" if tokenizer.folder else "the tokenizer"
-                raise DataError(
-                    f"{document.where}: 'messages' need a chat template, and {whose} has none; set "
-                    "data.tokenizer.chat_template to a Jinja file with the template that the model is to answer in, or "
-                    "to 'builtin' for a simple one"
-                )
-    return template
+def _require_template(batch: list[Document], tokenizer: Tokenizer) -> None:
+    """Raise DataError if a batch has conversations and the tokenizer has no chat template."""
+    for document in batch if tokenizer.chat_template is None else ():
+        if isinstance(document, Chat):
+            whose = f"the tokenizer in {tokenizer.folder}" if tokenizer.folder else "the tokenizer"
+            raise DataError(
+                f"{document.where}: 'messages' need a chat template, and {whose} has none; set "
+                "data.tokenizer.chat_template to a Jinja file with the template that the model is to answer in, or "
+                "to 'builtin' for a simple one"
+            )
 
 
-def _plain_pieces(document: Document) -> list[str]:
-    match document:
-        case Text():
-            return _cut(document.text)
-        case Answer():
-            return [document.prompt, document.response]
-        case Chat():
-            return []
+def _answer(document: Answer, encoding: Encoding, end: int) -> tuple[list[int], list[int]]:
+    """The ids of a prompt with its response, and which bear loss: the response and what the tokenizer adds behind."""
+    ids, ranges, prefix, suffix = encoding
+    start = len(document.prompt)
+    stop = len(ids) - suffix
+    inner = bears_loss(ranges[prefix:stop], [(start, start + len(document.response))])
+    mask = [0] * prefix + inner + [1] * suffix
+    return (ids, mask) if ids[-1:] == [end] else ([*ids, end], [*mask, 1])
 
 
 def _conversation(
-    rendered: chat.Rendered, encoded: tuple[list[int], list[tuple[int, int]]], end: int
+    document: Chat, rendered: chat.Rendered, encoded: tuple[list[int], list[tuple[int, int]]], end: int
 ) -> tuple[list[int], list[int]]:
-    ids, spans = encoded
-    # A token bears loss when it holds any character of an answer: some tokenizers count the space before a
-    # word, which the template wrote, to the word's token.
-    mask = [0] * len(ids)
-    answers = iter(rendered.answers)
-    answer = next(answers, None)
-    for index, (first, last) in enumerate(spans):
-        while answer is not None and answer[1] <= first:
-            answer = next(answers, None)
-        if answer is not None and last > answer[0]:
-            mask[index] = 1
-    if rendered.open:
-        return [*ids, end], [*mask, 1]
-    return ids, mask
+    ids, ranges = encoded
+    mask = bears_loss(ranges, rendered.answers)
+    if not any(mask) and not rendered.open:
+        raise DataError(f"{document.where}: the tokenizer has no token for any character of the answers")
+    return ([*ids, end], [*mask, 1]) if rendered.open else (ids, mask)
 
 
-def _cut(text: str) -> list[str]:
-    """A text in chunks of at most 1 Mi characters, cut after a line break if possible.
+def bears_loss(ranges: Iterable[tuple[int, int]], answers: Iterable[tuple[int, int]]) -> list[int]:
+    """1 for each token that holds a character of an answer, of tokens and answers as ranges of characters.
 
-    Tokenizing a text takes many times its memory and one thread; chunks bound the memory and occupy all threads.
+    A token of no character, such as a space that the tokenizer inserts, belongs to the character behind it.
     """
-    pieces, start = [], 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        cut = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1
-        cut = cut if cut > start else start + _PIECE_CHARACTERS
-        pieces.append(text[start:cut])
-        start = cut
-    return [*pieces, text[start:]]
+    spans = sorted(span for span in answers if span[0] < span[1])
+    starts = [start for start, _ in spans]
+    mask = []
+    for first, last in ranges:
+        place = bisect_left(starts, max(last, first + 1)) - 1
+        mask.append(int(place >= 0 and spans[place][1] > first))
+    return mask
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

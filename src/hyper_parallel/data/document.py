@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,10 @@ from hyper_parallel.data.media_parts import MediaReader
 from hyper_parallel.errors import DataError, nearest
 
 KEYS = ("text", "prompt", "response", "messages")
+SWITCHES = ("weight", "train", "training", "loss", "loss_mask", "loss_weight", "loss_scale")
+"""Keys of a message that say whether it bears loss: OpenAI's, axolotl's, and those of other trainers."""
+_PARTLY = ("train_detail", "training_detail")
+"""Keys that say so of a part of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,10 @@ class Chat:
     where: str
     messages: list[dict[str, Any]]
     media: tuple[Media, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the template gets beside the messages: `tools`, `documents`, and the row's `chat_template_kwargs`."""
+    silent: frozenset[int] = frozenset()
+    """The assistant's messages that bear no loss, by their places."""
 
     def content(self) -> str:
         """All of its text, for the training of a tokenizer."""
@@ -80,7 +88,7 @@ def is_held_out(document: Document, share: float) -> bool:
         case Answer():
             content = ["answer", document.prompt, document.response]
         case Chat():
-            content = ["chat", document.messages]
+            content = ["chat", document.messages, *([document.options] if document.options else [])]
     if document.media:
         content.append([one.identity for one in document.media])
     canonical = json.dumps(content, sort_keys=True, default=str).encode()
@@ -96,7 +104,8 @@ def from_record(record: Any, where: str, folder: Path | None = None) -> Document
     """The document in one line of JSON or one row of a dataset; None if it has no text.
 
     `messages` takes precedence over `prompt` and `response`, and these over `text`; media are listed beside them
-    (`media.KEYS`) or stand in the messages; other keys are not read. Paths are relative to `folder`. Raises DataError,
+    (`media.KEYS`) or stand in the messages; beside messages, the chat template gets `tools`, `documents` and
+    `chat_template_kwargs`. Other keys are not read. Paths are relative to `folder`. Raises DataError,
     which begins with `where`, for anything else.
     """
     if not isinstance(record, Mapping):
@@ -108,7 +117,7 @@ def from_record(record: Any, where: str, folder: Path | None = None) -> Document
     media = MediaReader.of(given, where, folder or Path())
     if "messages" in given:
         messages = _messages(given["messages"], where, media)
-        return Chat(where, messages, media.all_taken())
+        return Chat(where, messages, media.all_taken(), _options(given, where), _silent(messages, where))
     if "prompt" in given or "response" in given:
         for key, other in (("prompt", "response"), ("response", "prompt")):
             if key not in given:
@@ -201,12 +210,80 @@ def _messages(value: Any, where: str, media: MediaReader) -> list[dict[str, Any]
         raise DataError(
             f"{where}: no message has the role 'assistant' (the roles are {roles}), so nothing bears loss"
         )
-    if not media.taken:
-        # Parts of text alone are a text, to any template.
-        for message in messages:
-            if "content" in message:
-                message["content"] = _text_of(message["content"])
     return messages
+
+
+def _options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What the chat template gets of a record beside its messages."""
+    if record.get("functions"):
+        raise DataError(
+            f"{where}: 'functions' are not read; write them as 'tools', a list of "
+            '{"type": "function", "function": {...}}'
+        )
+    options: dict[str, Any] = {}
+    for key in ("tools", "documents"):
+        listed = _json(record.get(key), key, where)
+        if listed and not (isinstance(listed, list) and all(isinstance(item, Mapping) for item in listed)):
+            raise DataError(
+                f"{where}: {key!r} must be a list of objects, which the chat template gets; rename the key if it is "
+                "not for the template"
+            )
+        if listed:
+            options[key] = listed
+    settings = _json(record.get("chat_template_kwargs"), "chat_template_kwargs", where) or {}
+    if not isinstance(settings, Mapping):
+        raise DataError(
+            f"{where}: 'chat_template_kwargs' is a {type(settings).__name__}; it must be an object"
+        )
+    for key in settings.keys() & {"tools", "documents", "messages"}:
+        raise DataError(f"{where}: 'chat_template_kwargs' has {key!r}; write it as a key of the record")
+    return {**options, **{str(key): value for key, value in settings.items()}}
+
+
+def _json(value: Any, key: str, where: str) -> Any:
+    """A value that data sets also write as JSON in a string, since their tables have one type a column."""
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise DataError(
+            f"{where}: {key!r} is a string that is not JSON; write JSON, or rename the key"
+        ) from None
+
+
+def _silent(messages: list[dict[str, Any]], where: str) -> frozenset[int]:
+    """The places of the assistant's messages that are to bear no loss."""
+    silent = set()
+    for index, message in enumerate(messages):
+        for key in _PARTLY:
+            if key in message:
+                raise DataError(
+                    f"{where}: message {index} has {key!r}, and an answer bears loss as a whole or not at all; leave "
+                    'it out, or switch the answer off with "train": false'
+                )
+        switches = {key: message[key] for key in SWITCHES if key in message}
+        for key, value in switches.items():
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                raise DataError(
+                    f"{where}: message {index} has {key!r} {value!r:.40}, and an answer bears loss or not; write 0 or 1"
+                )
+            if value and message["role"] != "assistant":
+                raise DataError(
+                    f"{where}: message {index} has {key!r} {value!r} and the role {message['role']!r}, and answers of "
+                    "the role 'assistant' alone can bear loss; leave the key out"
+                )
+        if len({bool(value) for value in switches.values()}) > 1:
+            raise DataError(
+                f"{where}: message {index} has {switches}, which contradict each other; keep one of them"
+            )
+        if message["role"] == "assistant" and not all(switches.values()):
+            silent.add(index)
+    if all(message["role"] != "assistant" or index in silent for index, message in enumerate(messages)):
+        raise DataError(
+            f"{where}: every answer is switched off, so that nothing bears loss; remove the record"
+        )
+    return frozenset(silent)
 
 
 def _has_media(content: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Processor:
         self.tokenizer = Tokenizer(own, tokenizer.folder) if same else tokenizer
         if own.pad_token_id is None:
             own.pad_token = own.eos_token
-        self._seen = _Seen(self.tokenizer.transformers)
+        self._seen = _Seen(self.tokenizer.exact)
         self._processor.tokenizer = self._seen
         if template is not None:
             self._processor.chat_template = template
@@ -203,10 +203,7 @@ class Processor:
                 f"{document.where}: 'messages' need a chat template, and the processor in {self.folder} has none; set "
                 "data.tokenizer.chat_template to a Jinja file with the template that the model is to answer in"
             )
-        as_parts = Chat(document.where, [_in_parts(one) for one in document.messages], document.media)
-        own = template.get("default") if isinstance(template, dict) else template
-        if chat.marks_answers(str(own)):
-            return chat.marked(self._processor, as_parts)
+        as_parts = replace(document, messages=[_in_parts(one) for one in document.messages])
         found = chat.render(self._processor, as_parts)
         if not found.open:
             return found
@@ -214,8 +211,8 @@ class Processor:
         return Rendered(found.text + self._eos, (*answers, (start, end + len(self._eos))), open=False)
 
     def _with_media(self, text: str, media: Sequence[Media]) -> tuple[str, list[tuple[int, int]]]:
-        """A text with the beginning-of-text token and what stands for its media in place of their marks; and where."""
-        found = str(self.tokenizer.transformers.bos_token) if self.tokenizer.beginning else ""
+        """A text with the tokens that begin a text and what stands for its media in place of their marks; and where."""
+        found = "".join(self.tokenizer.transformers.convert_ids_to_tokens(self.tokenizer.beginning))
         shown = []
         for one in media:
             before, _, text = text.partition(MARKS[one.kind])

@@ -200,7 +200,14 @@ def _rows(table: Any, first: int, count: int, source: Source) -> Iterator[Docume
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{_row_of(source, first)}: cannot be read, {reason}") from error
     for number, record in enumerate(records, first):
-        yield from_record(record, _row_of(source, number), source.path)
+        yield from_record(_without_none(record), _row_of(source, number), source.path)
+
+
+def _without_none(value: Any) -> Any:
+    """A row without the keys that it does not have: a table has every key of a column's objects in each of them."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _split(loaded: Any, path: Path, key: str) -> Any:

@@ -28,7 +28,7 @@ from hyper_parallel.errors import DataError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _ENDS = 64
 """As many as fit the first line of an array file."""
 

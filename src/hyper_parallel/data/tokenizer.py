@@ -1,20 +1,28 @@
 """The tokenizer: byte-level BPE trained on the training text, or loaded from a folder.
 
+Token ids are those of the tokenizer's own call on a whole text, for every kind of tokenizer: a text that is cut before
+it is encoded gets other ids wherever a tokenizer looks at what is before (the space that SentencePiece puts first).
+What bears loss is told in characters, and each token has the range of the characters that it holds.
+
 Byte-level BPE (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2): the
 alphabet is the 256 bytes, so that every text has tokens and no token is unknown.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.data import long_text
 from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
 from hyper_parallel.data.chat import DEFAULT_TEMPLATE
 from hyper_parallel.data.document import fraction
@@ -31,6 +39,22 @@ _FORMAT = 1
 # Enough that a larger sample hardly changes the merges, and trained in about two seconds on two cores.
 _SAMPLE_CHARACTERS = 16 * 2**20
 _CHUNK = 2**14
+
+
+Range = tuple[int, int]
+"""The characters [start, end) of a text."""
+
+
+class Encoding(NamedTuple):
+    """The tokens of one text."""
+
+    ids: list[int]
+    ranges: list[Range]
+    """The characters that each token holds; of no meaning for tokens that are added."""
+    prefix: int
+    """The number of tokens that the tokenizer adds before the text."""
+    suffix: int
+    """The number of tokens that it adds behind the text."""
 
 
 class Tokenizer:
@@ -81,56 +105,159 @@ class Tokenizer:
     @property
     def ids_of_texts(self) -> list[Any]:
         """Everything that determines the ids of a plain text."""
-        return [self._backend.to_str(), self.eos, self.beginning]
+        return [self.exact.backend_tokenizer.to_str(), self.eos, bool(self.exact.split_special_tokens)]
 
     @cached_property
     def digest(self) -> str:
         """A digest of everything that determines the tokens of a document."""
-        backend, *ends = self.ids_of_texts
-        parts = [backend, self.transformers.chat_template, *ends]
+        special = {name: str(token) for name, token in self.transformers.special_tokens_map.items()}
+        parts = [*self.ids_of_texts, self.transformers.chat_template, special]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
-    @cached_property
+    @property
     def beginning(self) -> list[int]:
-        """The ids that the tokenizer itself puts before a text: its beginning-of-text token, or none."""
-        ids = self.transformers("")["input_ids"]
-        bos = self.transformers.bos_token_id
-        return [int(bos)] if bos is not None and ids[:1] == [bos] else []
+        """The ids that the tokenizer itself puts before a text."""
+        return self._added[0]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt for generation: the beginning-of-text token if the tokenizer has one, then `text`."""
-        return self.beginning + self.encode_raw([text])[0]
+        """The ids of the tokenizer's own call on a text: what it adds before and behind included."""
+        return self.encode_texts([text])[0]
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """As `encode`, of each text; long ones in windows where that gives the same ids."""
+        backend = self.exact.backend_tokenizer
+        long = [
+            at
+            for at, text in enumerate(texts)
+            if len(text) > long_text.WINDOW
+            and self._has_windows
+            and long_text.is_provable_text(backend, text)
+        ]
+        short = [text for at, text in enumerate(texts) if at not in long]
+        long_text.check_memory(short)
+        encoded = iter(self._called(short)["input_ids"] if short else [])
+        return [self._by_windows(text) if at in long else next(encoded) for at, text in enumerate(texts)]
+
+    def encode_ranges(self, texts: list[str]) -> list[Encoding]:
+        """As `encode`, of each text, with the characters that each token holds."""
+        if not texts:
+            return []
+        called = self._called(texts, return_offsets_mapping=True, return_special_tokens_mask=True)
+        columns = (called[name] for name in ("input_ids", "offset_mapping", "special_tokens_mask"))
+        encodings = []
+        for text, ids, ranges, added in zip(texts, *columns, strict=True):
+            ranges = self._refined(text, ids, ranges)
+            if all(added):  # of a text without a token
+                prefix = len(self.beginning)
+                encodings.append(Encoding(ids, ranges, prefix, len(ids) - prefix))
+            else:
+                encodings.append(Encoding(ids, ranges, added.index(0), added[::-1].index(0)))
+        return encodings
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens left out."""
         return str(self.transformers.decode(list(ids), skip_special_tokens=True))
 
     def encode_raw(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text as plain text: nothing is added, and names of special tokens are ordinary text."""
-        return [encoding.ids for encoding in self._raw.encode_batch_fast(texts, add_special_tokens=False)]
+        """The ids of each text without what the tokenizer adds, the names of special tokens as ordinary text."""
+        settings = {"add_special_tokens": False, "split_special_tokens": True}
+        return self._called(texts, **settings)["input_ids"] if texts else []
 
-    def encode_template(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """The ids of each rendered template, with special tokens recognized, and each token's character range."""
-        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+    def encode_template(self, texts: list[str]) -> list[tuple[list[int], list[Range]]]:
+        """The ids of each rendered template, as `apply_chat_template` has them, and each token's character range."""
+        if not texts:
+            return []
+        called = self._called(texts, add_special_tokens=False, return_offsets_mapping=True)
+        columns = called["input_ids"], called["offset_mapping"]
+        return [
+            (ids, self._refined(text, ids, ranges)) for text, ids, ranges in zip(texts, *columns, strict=True)
+        ]
 
     def save(self, folder: str | Path) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, which AutoTokenizer loads."""
         self.transformers.save_pretrained(str(folder))
 
     @cached_property
-    def _backend(self) -> Any:
-        # A copy, so that removing truncation and padding does not change the user's object.
-        backend = _rust().Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
+    def exact(self) -> Any:
+        """A copy of the Transformers tokenizer whose character ranges are complete, as it was at the first use.
+
+        The ids are the same. Byte-level post-processors leave spaces out of a token's range (`trim_offsets`), so that
+        the token of a space that begins an answer would hold none of it. The user's object stays as it is: a call
+        changes its truncation and padding. Raises DataError for a tokenizer without a Rust part, which cannot say what
+        characters a token holds.
+        """
+        if not self.transformers.is_fast:
+            raise DataError(
+                f"{type(self.transformers).__name__} is not a fast tokenizer, and does not say which characters a "
+                "token holds; convert it to tokenizer.json"
+            )
+        exact = copy.deepcopy(self.transformers)
+        # Of long texts, which are cut into rows later, the library would warn.
+        exact.model_max_length = sys.maxsize
+        backend = exact.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        return backend
+        if backend.post_processor is not None:
+            backend.post_processor = _untrimmed(backend.post_processor)
+        return exact
 
     @cached_property
-    def _raw(self) -> Any:
-        raw = _rust().Tokenizer.from_str(self._backend.to_str())
-        raw.encode_special_tokens = True
-        return raw
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before a text and behind it."""
+        # The name of a special token is the one text that every tokenizer has a token for.
+        ids, _, prefix, suffix = self.encode_ranges([str(self.transformers.eos_token)])[0]
+        return ids[:prefix], ids[len(ids) - suffix :]
+
+    @cached_property
+    def _has_windows(self) -> bool:
+        # A class with a call of its own does more than what tokenizer.json says.
+        called = type(self.exact)._encode_plus.__module__ == "transformers.tokenization_utils_tokenizers"
+        return called and long_text.provable(self.exact.backend_tokenizer)
+
+    def _by_windows(self, text: str) -> list[int]:
+        def encode(window: str) -> Any:
+            return self._called([window], add_special_tokens=False, return_offsets_mapping=True).encodings[0]
+
+        before, behind = self._added
+        return before + long_text.ids_by_windows(encode, text) + behind
+
+    @cached_property
+    def _byte_tokens(self) -> dict[int, int]:
+        """The bytes by the ids of the tokens that stand for them where a character has no token (`<0x0A>`)."""
+        vocabulary = self.exact.get_vocab()
+        names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        return {vocabulary[name]: byte for name, byte in names.items() if name in vocabulary}
+
+    def _refined(self, text: str, ids: list[int], ranges: list[Range]) -> list[Range]:
+        """The ranges with the character of each byte, where Unigram gives all bytes of a run of unknown characters the
+        range of the run."""
+        byte_of = self._byte_tokens
+        if byte_of.keys().isdisjoint(ids):
+            return ranges
+        refined: list[Range] = []
+        for (first, last), group in itertools.groupby(range(len(ids)), lambda at: ranges[at]):
+            run = list(group)
+            data = bytes(byte_of[ids[at]] for at in run if ids[at] in byte_of)
+            if last - first > 1 and len(data) == len(run) and data == text[first:last].encode():
+                places = [at for at in range(first, last) for _ in text[at].encode()]
+                refined += [(at, at + 1) for at in places]
+            else:
+                refined += [(first, last)] * len(run)
+        return refined
+
+    def _called(self, texts: list[str], **settings: Any) -> Any:
+        return self.exact(texts, return_attention_mask=False, return_token_type_ids=False, **settings)
+
+
+def _untrimmed(post_processor: Any) -> Any:
+    """A post-processor that gives tokens the whole range of their characters."""
+    rust = _rust()
+    state = json.loads(rust.Tokenizer(rust.models.BPE()).to_str())
+    text = post_processor.__getstate__().decode()
+    state["post_processor"] = json.loads(
+        text, object_hook=lambda part: {**part, "trim_offsets": False} if "trim_offsets" in part else part
+    )
+    return rust.Tokenizer.from_str(json.dumps(state)).post_processor
 
 
 def load(folder: str, key: str = "data.tokenizer.path") -> Tokenizer:
