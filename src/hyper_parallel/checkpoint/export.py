@@ -14,10 +14,10 @@ import torch
 
 from hyper_parallel.checkpoint import stream
 from hyper_parallel.checkpoint.durable import check_new, new_folder, write_file
-from hyper_parallel.checkpoint.written_weights import named_as_transformers
 from hyper_parallel.checkpoint.merged_adapters import MODEL, ModelTensors
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.checkpoint.shard import dtype_name
+from hyper_parallel.checkpoint.written_weights import named_as_transformers
 from hyper_parallel.compat.traced_tensors import SliceReader, TracedTensor
 from hyper_parallel.errors import CheckpointError
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from hyper_parallel.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Loading:
-    """What `from_pretrained` makes of a folder. Names are those of the model's state dict, each of a tied weight too."""
+    """What `from_pretrained` makes of a folder, by names of the model's state dict: each name of a tied weight too."""
 
     tensors: dict[str, TracedTensor]
     missing: frozenset[str]
@@ -90,14 +93,7 @@ def saving(model: nn.Module, tensors: Mapping[str, TracedTensor]) -> dict[str, T
 def blank_model(config: Mapping[str, Any], names: Collection[str]) -> nn.Module | None:
     """The Transformers model, on the meta device, of a config as JSON has it, whose weights have these names; None
     where Transformers has none. Of a tied weight one name suffices."""
-    from transformers import CONFIG_MAPPING
-
-    family = config.get("model_type")
-    if family not in CONFIG_MAPPING:
-        return None
-    try:
-        hf = CONFIG_MAPPING[family].from_dict(dict(config))
-    except Exception:  # its validation raises classes of huggingface_hub's own
+    if (hf := _config(config)) is None:
         return None
     for kind in _classes(hf):
         try:
@@ -115,6 +111,21 @@ def kept_in_float32(model: Any) -> bool:
     half = model.dtype in (torch.float16, torch.bfloat16)
     kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return half and any(getattr(model, key, None) for key in kept)
+
+
+def _config(fields: Mapping[str, Any]) -> Any:
+    """Transformers' config object; None for a family that it does not know, or fields that it does not take."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if fields.get("model_type") not in CONFIG_MAPPING:
+        return None
+    # From a file, since only there it decodes what JSON has no notation for, such as an infinite limit.
+    with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        try:
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception:  # its validation raises classes of huggingface_hub's own
+            return None
 
 
 def _classes(hf: Any) -> Iterator[Any]:

@@ -186,8 +186,10 @@ def _blank(handle: ShardedModel) -> nn.Module:
         return handle.skeleton
     shapes = {key.removeprefix(MODEL): piece.layout.shape for key, piece in model_shards(handle).items()}
     config: Any = getattr(handle.model, "config", None)
-    if is_transformers(handle.model) and (found := blank_model(config.to_dict(), shapes)) is not None:
-        return found
+    if is_transformers(handle.model):
+        fields = json.loads(config.to_json_string(use_diff=False))
+        if (found := blank_model(fields, shapes)) is not None:
+            return found
     # Another module has its own names in the folder.
     blank = nn.Module()
     for name, shape in shapes.items():
