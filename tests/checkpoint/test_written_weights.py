@@ -110,9 +110,13 @@ def test_adapters_of_the_head_are_merged(tied: bool, settings: dict[str, Any], t
 
 @pytest.mark.parametrize(
     "settings",
-    [{"target_modules": ["embed_tokens"]}, {"lora_bias": True}, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}],
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
+    ],
     ids=["embedding", "bias", "saved module"],
-)  # fmt: skip
+)
 def test_what_is_not_merged_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     model = adapted(False, **settings)
     path = checkpoint(tmp_path / "run", model, **{STATE: merge_state(model)})

@@ -1,4 +1,4 @@
-"""Small models of families whose folders have other names or shapes than the model, and what Transformers does there."""
+"""Small models of families whose folders have other names or shapes than the model."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_head_of_its_own_under_a_config_that_ties_it(tmp_path: Path) -> None:
     rewritten(tmp_path, lm_head__weight=head.clone())
     assert torch.equal(logits(loaded(tmp_path)), logits(model))  # the same values: tied
     rewritten(tmp_path, lm_head__weight=head + 1)
-    with pytest.raises(CheckpointError, match="different values there.*tie_word_embeddings=False"):
+    with pytest.raises(CheckpointError, match=r"different values there.*tie_word_embeddings=False"):
         loaded(tmp_path)
     expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path))
     assert torch.equal(logits(loaded(tmp_path, tie_word_embeddings=False)), expected)

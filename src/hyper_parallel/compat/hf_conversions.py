@@ -98,7 +98,7 @@ def blank_model(config: Mapping[str, Any], names: Collection[str]) -> nn.Module 
     for kind in _classes(hf):
         try:
             with torch.device("meta"):
-                model = kind._from_config(copy.deepcopy(hf))
+                model: nn.Module = kind._from_config(copy.deepcopy(hf))
         except Exception:  # a class of another task may need fields that this config lacks
             continue
         if _holds(model, names):

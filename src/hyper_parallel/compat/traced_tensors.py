@@ -33,7 +33,7 @@ class Operation(NamedTuple):
     function: Any
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    index: int | None
+    place: int | None
     """Its place in the list of results; None where there is one result."""
 
 
@@ -54,14 +54,14 @@ class TracedTensor(torch.Tensor):
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device="meta",
+            device=meta.device,
         )
         made.meta, made.origin = meta, origin
         tensor: TracedTensor = made
         return tensor
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         function: Any,
         types: Any,
@@ -83,7 +83,7 @@ class TracedTensor(torch.Tensor):
             ]
         return results
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"TracedTensor({list(self.shape)}, {self.dtype})"
 
 
@@ -147,7 +147,7 @@ class SliceReader:
             arguments, keywords = tree_map_only(TracedTensor, self.whole, (origin.arguments, origin.keywords))
             with torch.no_grad():
                 results = origin.function(*arguments, **keywords)
-            self._last = (tensor, results if origin.index is None else results[origin.index])
+            self._last = (tensor, results if origin.place is None else results[origin.place])
         return self._last[1]
 
 
@@ -193,7 +193,7 @@ def _stack(reader: SliceReader, operation: Operation, ranges: Ranges) -> Tensor:
 def _split(reader: SliceReader, operation: Operation, ranges: Ranges) -> Tensor:
     tensor, sizes = operation.arguments[:2]
     dim = _dim(operation, 2, tensor.dim())
-    index = operation.index or 0
+    index = operation.place or 0
     offset = index * sizes if isinstance(sizes, int) else sum(sizes[:index])
     first, last = ranges[dim]
     return reader.read(tensor, _with(ranges, dim, (first + offset, last + offset)))
