@@ -39,8 +39,9 @@ def export(
     `out` gets ``config.json`` (``state["model_config"]``, with the written dtype), the checkpoint's assets (tokenizer
     files, ``generation_config.json``) without any names of local folders, and ``model.safetensors``, split into several
     files with an index above `shard_bytes`. LoRA adapters that a run trained are merged into the weights.
-    ``AutoModelForCausalLM.from_pretrained(out)`` loads it. Floating-point tensors are written as they were saved, or as
-    `dtype`. One tensor at a time is in memory, with its adapter; every byte is verified.
+    Names and shapes are those of Transformers' ``save_pretrained``, and ``AutoModelForCausalLM.from_pretrained(out)``
+    loads it. Floating-point tensors are written as they were saved, or as `dtype`. One weight at a time is in memory,
+    with its adapter and what it is converted to; every byte is verified.
 
     Raises CheckpointError if the checkpoint is damaged or was saved without the model's config, if `out`
     exists and is not an empty folder, or if it cannot be written; no partial folder is left.
