@@ -81,6 +81,14 @@ def test_another_module_keeps_its_names_and_that_is_said(
     assert "they keep the names of the module, such as 'inner." in caplog.text
 
 
+def test_a_head_of_its_own_is_written_although_the_config_ties_it(tmp_path: Path) -> None:
+    model = noisy("llama", **TINY, tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    out = export(checkpoint(tmp_path / "run", model), tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model))
+
+
 def adapted(tied: bool, **settings: Any) -> Any:
     model = noisy("llama", **TINY, tie_word_embeddings=tied)
     torch.manual_seed(1)

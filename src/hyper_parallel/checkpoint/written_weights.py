@@ -27,14 +27,14 @@ def named_as_transformers(
 ) -> tuple[dict[str, TracedTensor], dict[str, Any]]:
     """The weights by their names in a folder, computed from the checkpoint as they are read, and the folder's config.
 
-    An adapter of a weight that the model ties to another unties it, and the config says so. Weights of another module
-    than Transformers' of this config keep their names.
+    Weights that the config ties and that have values of their own in the checkpoint, or an adapter, are not tied, and
+    the config says so. Weights of another module than Transformers' of this config keep their names.
 
     Raises CheckpointError for adapters of another module, whose weights are not known by name.
     """
     names = _names(tensors)
     model = blank_model(config, names)
-    if tensors.tied:
+    if tensors.tied or _apart(model, names):
         model, config = _untied(tensors, model, config)
         names = _names(tensors)
     if model is None:
@@ -57,10 +57,16 @@ def named_as_transformers(
     return saving(model, leaves), {**config, "architectures": [type(model).__name__]}
 
 
+def _apart(model: nn.Module | None, names: list[str]) -> bool:
+    """Whether a checkpoint has several of the names of a weight."""
+    groups = {} if model is None else shared_names(model)
+    return any(len(group.intersection(names)) > 1 for group in groups.values())
+
+
 def _untied(
     tensors: ModelTensors, model: nn.Module | None, config: dict[str, Any]
 ) -> tuple[nn.Module | None, dict[str, Any]]:
-    """The model whose adapted weights have values of their own, and its config."""
+    """The model in which no weights are tied, and its config."""
     groups = {} if model is None else shared_names(model)
     for name in tensors.tied:
         group = groups.get(name.removeprefix(MODEL), frozenset())

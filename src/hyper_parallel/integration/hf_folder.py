@@ -184,7 +184,12 @@ def _blank(handle: ShardedModel) -> nn.Module:
     """The model before it was spread, on the meta device."""
     if handle.skeleton is not None:
         return handle.skeleton
-    shapes = {key.removeprefix(MODEL): piece.layout.shape for key, piece in model_shards(handle).items()}
+    # Those of all stages of a pipeline, which is why the pieces of this rank do not do.
+    known = {parameter.name: parameter.layout.shape for parameter in handle.parameters()}
+    names = [key.removeprefix(MODEL) for key in model_names(handle)]
+    shapes = {
+        name: known[name] if name in known else tuple(handle.model.get_buffer(name).shape) for name in names
+    }
     config: Any = getattr(handle.model, "config", None)
     if is_transformers(handle.model):
         fields = json.loads(config.to_json_string(use_diff=False))
