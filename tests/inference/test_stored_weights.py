@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hyper_parallel.compat.hf_conversions import kept_in_float32
+from hyper_parallel.compat.hf_conversions import has_float32_exceptions
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.inference.weights.source import FolderSource
 from shard.converted_families import blank, logits, noisy
@@ -40,7 +40,7 @@ def test_weights_that_are_converted_as_a_whole_are_left_to_transformers(tmp_path
 
 def test_so_are_weights_that_stay_in_float32(tmp_path: Path) -> None:
     model = copy.deepcopy(noisy("gpt_neox"))
-    assert not kept_in_float32(model)
+    assert not has_float32_exceptions(model)
     model._keep_in_fp32_modules = ["dense"]
-    assert not kept_in_float32(model)
-    assert kept_in_float32(model.to(torch.bfloat16))
+    assert not has_float32_exceptions(model)
+    assert has_float32_exceptions(model.to(torch.bfloat16))

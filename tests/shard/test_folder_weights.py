@@ -92,7 +92,7 @@ def test_a_learned_buffer_that_is_missing_is_refused(tmp_path: Path) -> None:
     noisy("ernie4_5_moe").save_pretrained(tmp_path)
     [name, *_] = [name for name in stored(tmp_path) if "e_score_correction_bias" in name]
     rewritten(tmp_path, **{name: None})
-    with pytest.raises(CheckpointError, match=f"no tensor '{name}', which .* is made of; the folder holds"):
+    with pytest.raises(CheckpointError, match=f"no tensor '{name}', which .* is made of.*; the folder holds"):
         loaded(tmp_path)
 
 

@@ -34,7 +34,7 @@ def named_as_transformers(
     """
     names = _names(tensors)
     model = blank_model(config, names)
-    if tensors.tied or _apart(model, names):
+    if tensors.tied or _has_untied(model, names):
         model, config = _untied(tensors, model, config)
         names = _names(tensors)
     if model is None:
@@ -57,7 +57,7 @@ def named_as_transformers(
     return saving(model, leaves), {**config, "architectures": [type(model).__name__]}
 
 
-def _apart(model: nn.Module | None, names: list[str]) -> bool:
+def _has_untied(model: nn.Module | None, names: list[str]) -> bool:
     """Whether a checkpoint has several of the names of a weight."""
     groups = {} if model is None else shared_names(model)
     return any(len(group.intersection(names)) > 1 for group in groups.values())

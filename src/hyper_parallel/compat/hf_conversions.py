@@ -81,13 +81,13 @@ def saving(model: nn.Module, tensors: Mapping[str, TracedTensor]) -> dict[str, T
         names.pop(name, None)
     names = owner.remove_tied_weights_from_state_dict(names, blank)
     try:
-        found = owner.revert_weight_conversion(blank, {name: tensors[name] for name in names})
+        written = owner.revert_weight_conversion(blank, {name: tensors[name] for name in names})
     except Exception as error:  # its operations raise what torch raises
         raise CheckpointError(
             f"Transformers cannot write the weights of {type(model).__name__} under the names that it reads: "
             f"{' '.join(str(error).split())[:200]}; save them with its own save_pretrained"
         ) from error
-    return dict(found)
+    return dict(written)
 
 
 def blank_model(config: Mapping[str, Any], names: Collection[str]) -> nn.Module | None:
@@ -106,7 +106,7 @@ def blank_model(config: Mapping[str, Any], names: Collection[str]) -> nn.Module 
     return None
 
 
-def kept_in_float32(model: Any) -> bool:
+def has_float32_exceptions(model: Any) -> bool:
     """Whether `from_pretrained` leaves some weights in float32 where the model's dtype is a shorter one."""
     half = model.dtype in (torch.float16, torch.bfloat16)
     kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

@@ -48,7 +48,7 @@ class TracedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, meta: Tensor, origin: Source | Operation) -> TracedTensor:
         """`meta`: what it would be on the meta device."""
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        wrapper: Any = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -56,8 +56,8 @@ class TracedTensor(torch.Tensor):
             dtype=meta.dtype,
             device=meta.device,
         )
-        made.meta, made.origin = meta, origin
-        tensor: TracedTensor = made
+        wrapper.meta, wrapper.origin = meta, origin
+        tensor: TracedTensor = wrapper
         return tensor
 
     @classmethod
@@ -157,8 +157,8 @@ class _Result:
 
     def __getitem__(self, slices: tuple[slice, ...], /) -> Tensor:
         shape = self._tensor.shape
-        given = (*slices, *(slice(None),) * (len(shape) - len(slices)))
-        bounds = [part.indices(size) for part, size in zip(given, shape, strict=True)]
+        selection = (*slices, *(slice(None),) * (len(shape) - len(slices)))
+        bounds = [part.indices(size) for part, size in zip(selection, shape, strict=True)]
         return self._reader.read(self._tensor, tuple((first, last) for first, last, _ in bounds))
 
 

@@ -170,7 +170,7 @@ def _name_dtype(config: Path, floating: set[torch.dtype]) -> None:
 def _read(handle: ShardedModel, folder: Path) -> None:
     with Folder(folder) as files:
         weights = FolderWeights(files, _blank(handle))
-        weights.refuse_apart()
+        weights.refuse_untied()
         if handle.rank == 0:
             weights.log_unexpected()
         for key, piece in model_shards(handle).items():

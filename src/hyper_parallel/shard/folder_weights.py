@@ -34,7 +34,7 @@ from hyper_parallel.shard.safetensors_folder import Folder, StoredTensor
 log = logging.getLogger(__name__)
 
 _SHOWN = 4
-_ROWS = 4 << 20
+_COMPARED = 4 << 20
 """Elements that are compared at a time."""
 
 
@@ -56,16 +56,16 @@ class FolderWeights:
             self._tensors = dict(loading.tensors)
             groups = shared_names(plain)
             self._check(loading, plain, groups, files.names())
+            for tensor in loading.tensors.values():
+                for source in sources_of(tensor):
+                    assert isinstance(source, StoredTensor)
+                    source.check()
             self.unexpected = loading.unexpected
-            self.apart = self._apart(groups)
+            self.untied = self._untied_pair(groups)
         for name in groups:
             stored = next((other for other in sorted(groups[name]) if other in loading.tensors), None)
             if stored is not None:
                 self._tensors.setdefault(name, loading.tensors[stored])
-        for tensor in self._tensors.values():
-            for source in sources_of(tensor):
-                assert isinstance(source, StoredTensor)
-                source.check()
         state = (*model.named_parameters(), *model.named_buffers())
         places = {name: name_in_base(name, model) for name, _ in state}
         self.sources: dict[str, Source] = {
@@ -78,11 +78,11 @@ class FolderWeights:
         """Whether no more is read of these weights than what is asked for."""
         return all(is_sliced(self._tensors[name]) for name in names)
 
-    def refuse_apart(self) -> None:
+    def refuse_untied(self) -> None:
         """Raise CheckpointError where two weights that the model ties have values of their own in the folder."""
-        if self.apart is not None:
+        if self.untied is not None:
             raise CheckpointError(
-                f"{self.folder}: {self.apart[0]!r} and {self.apart[1]!r} have different values there, and the model "
+                f"{self.folder}: {self.untied[0]!r} and {self.untied[1]!r} have different values there, and the model "
                 "ties them; build it with tie_word_embeddings=False in its config, as Transformers reads the folder"
             )
 
@@ -90,10 +90,9 @@ class FolderWeights:
         """Say in one line which tensors of the folder the model does not take."""
         if self.unexpected:
             log.warning(
-                "%s: %d tensors are not taken, since %s; they are %s",
+                "%s: %d tensors are not taken, since the model has no such weights: %s",
                 self.folder,
                 len(self.unexpected),
-                "the model has no such weights",
                 _listed(self.unexpected),
             )
 
@@ -121,11 +120,10 @@ class FolderWeights:
             reason = " ".join(error.strip().splitlines()[-1:])[:200]
             raise CheckpointError(f"{self.folder}: {name!r} cannot be computed from what is there: {reason}")
         if missing:
-            more = f", and {len(missing) - 1} weights more" if len(missing) > 1 else ""
             lacking = _lacking(model, missing[0], stored) or [missing[0]]
-            raise CheckpointError(_no_tensor(self.folder, lacking, missing[0]) + more)
+            raise CheckpointError(_no_tensor(self.folder, lacking, missing[0], len(missing) - 1))
 
-    def _apart(self, groups: dict[str, frozenset[str]]) -> tuple[str, str] | None:
+    def _untied_pair(self, groups: dict[str, frozenset[str]]) -> tuple[str, str] | None:
         """Two names of one weight under which the folder has different values."""
         for name, group in groups.items():
             present = sorted(group & self._tensors.keys())
@@ -140,12 +138,12 @@ class FolderWeights:
         a, b = self._reader.of(first), self._reader.of(second)
         if not first.dim():
             return torch.equal(a[()], b[()])
-        step = max(_ROWS // max(first[0].numel(), 1), 1)
+        step = max(_COMPARED // max(first[0].numel(), 1), 1)
         pieces = (slice(at, at + step) for at in range(0, first.shape[0], step))
         return all(torch.equal(a[(rows,)], b[(rows,)]) for rows in pieces)
 
 
-def stored_apart(folder: str | Path, model: nn.Module) -> bool:
+def has_untied_weights(folder: str | Path, model: nn.Module) -> bool:
     """Whether a folder has different values for weights that a model on the meta device ties.
 
     A folder that cannot be read has none: reading the weights says what is wrong with it.
@@ -154,7 +152,7 @@ def stored_apart(folder: str | Path, model: nn.Module) -> bool:
         return False
     try:
         with Folder(Path(folder)) as files:
-            return FolderWeights(files, model).apart is not None
+            return FolderWeights(files, model).untied is not None
     except CheckpointError:
         return False
 
@@ -217,10 +215,11 @@ class _Place:
         raise AssertionError(f"{self.name} has no values")
 
 
-def _no_tensor(folder: Path, lacking: list[str], name: str) -> str:
+def _no_tensor(folder: Path, lacking: list[str], name: str, others: int = 0) -> str:
     needed = "" if lacking == [name] else f", which {name!r} is made of"
+    more = f", and {others} other weights are missing" if others else ""
     return (
-        f"{folder}: no tensor {lacking[0]!r}{needed}; the folder holds another model's weights, or not all of "
+        f"{folder}: no tensor {lacking[0]!r}{needed}{more}; the folder holds another model's weights, or not all of "
         "this one's"
     )
 

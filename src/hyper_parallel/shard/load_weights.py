@@ -55,7 +55,7 @@ def load_weights(
     skeleton = _skeleton(handle)
     with Folder(Path(folder)) as files:
         weights = FolderWeights(files, skeleton)
-        weights.refuse_apart()
+        weights.refuse_untied()
         if handle.rank == 0:
             weights.log_unexpected()
         names = {name for name, _ in (*skeleton.named_parameters(), *skeleton.named_buffers())}

@@ -22,7 +22,7 @@ from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.runtime.parameter_paging import lend
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
-from hyper_parallel.shard.folder_weights import stored_apart
+from hyper_parallel.shard.folder_weights import has_untied_weights
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.shard.rules import has_encoder
 from hyper_parallel.step.adapters import with_adapters
@@ -319,7 +319,7 @@ def _built(
         reason = f"{type(error).__name__}: {_line(error)}"
         raise ConfigError(f"model: Transformers cannot build it: {reason}") from error
     assert isinstance(model, nn.Module)
-    if folder is None or not stored_apart(folder, model):
+    if folder is None or not has_untied_weights(folder, model):
         return model
     log.warning(
         "%s: its config ties the head to the embedding, but it has values of its own for both: they are not tied",

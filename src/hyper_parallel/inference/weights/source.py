@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat.hf_conversions import kept_in_float32
+from hyper_parallel.compat.hf_conversions import has_float32_exceptions
 from hyper_parallel.compat.traced_tensors import Source
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.inference.weights.units import Part, Unit
@@ -81,10 +81,10 @@ class FolderSource:
         """Raises CheckpointError for a folder that lacks a weight, or has one that has to be converted as a whole."""
         self._model, self._files = model, Folder(folder, pread=True)
         try:
-            if kept_in_float32(model):
+            if has_float32_exceptions(model):
                 raise CheckpointError(f"{folder}: some weights stay in float32")
             weights = FolderWeights(self._files, model)
-            weights.refuse_apart()
+            weights.refuse_untied()
             weights.log_unexpected()
             names = [name for name, _ in model.named_parameters()]
             if lacking := [name for name in names if name not in weights.sources]:
