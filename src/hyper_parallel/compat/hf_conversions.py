@@ -76,10 +76,15 @@ def saving(model: nn.Module, tensors: Mapping[str, TracedTensor]) -> dict[str, T
     """
     owner = _owner()
     blank: Any = model
-    names = blank.state_dict()
+    state = blank.state_dict()
     for name in blank._keys_to_ignore_on_save or ():
-        names.pop(name, None)
-    names = owner.remove_tied_weights_from_state_dict(names, blank)
+        state.pop(name, None)
+    # Older versions look for each tensor without values among the parameters.
+    parameters = dict(blank.named_parameters(remove_duplicate=False))
+    once = owner.remove_tied_weights_from_state_dict(
+        {name: tensor for name, tensor in state.items() if name in parameters}, blank
+    )
+    names = [name for name in state if name in once or name not in parameters]
     try:
         written = owner.revert_weight_conversion(blank, {name: tensors[name] for name in names})
     except Exception as error:  # its operations raise what torch raises
