@@ -1,28 +1,46 @@
-"""What Transformers would do with a folder's weights beside renaming them is told, and then not imitated."""
+"""Weights are read from a folder row by row where rows suffice, and are otherwise left to Transformers."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+from typing import Any
+
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter
+import torch
 
-from hyper_parallel.compat.hf_conversions import beyond_names
+from hyper_parallel.compat.hf_conversions import has_float32_exceptions
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.inference.weights.source import FolderSource
+from shard.converted_families import blank, logits, noisy
 
 
-@pytest.mark.parametrize(
-    ("stored", "told"),
-    [
-        ("model.layers.0.mlp.experts.3.w1.weight", "weights are converted (Transpose)"),
-        ("model.layers.0.mlp.experts.w1.weight", None),
-        ("model.layers.0.mlp.w1.weight", None),
-    ],
-)
-def test_a_pattern_with_a_star_is_any_expert(
-    stored: str, told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    converter = WeightConverter("mlp.experts.*.w1.weight", "mlp.experts.w", [Transpose(0, 1)])
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda _: [converter])
-    tiny = AutoConfig.for_model(
-        "llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    assert beyond_names(AutoModelForCausalLM.from_config(tiny), [stored]) == told
+def read(folder: Path) -> Any:
+    model = blank(folder)
+    source = FolderSource(model, folder)
+    try:
+        source.rest([], torch.device("cpu"))
+    finally:
+        source.close()
+    return model
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "granitemoe", "ernie4_5_moe"])
+def test_renamed_and_joined_weights_are_read_row_by_row(family: str, tmp_path: Path) -> None:
+    model = noisy(family)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(read(tmp_path)), logits(model))
+
+
+def test_weights_that_are_converted_as_a_whole_are_left_to_transformers(tmp_path: Path) -> None:
+    noisy("inkling2_text").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="converted as a whole"):
+        read(tmp_path)
+
+
+def test_so_are_weights_that_stay_in_float32(tmp_path: Path) -> None:
+    model = copy.deepcopy(noisy("gpt_neox"))
+    assert not has_float32_exceptions(model)
+    model._keep_in_fp32_modules = ["dense"]
+    assert not has_float32_exceptions(model)
+    assert has_float32_exceptions(model.to(torch.bfloat16))

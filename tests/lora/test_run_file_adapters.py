@@ -81,7 +81,7 @@ def test_the_planner_is_told_the_adapters_of_a_trainers_model(tmp_path: Path) ->
 
 
 def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.adapter: .*nothing_such"):
+    with pytest.raises(ConfigError, match=r"model\.adapter\.targets: .*nothing_such"):
         unsharded(run(tmp_path, {"rank": 4, "targets": ["nothing_such"]}))
     with pytest.raises(ConfigError, match="give all-linear, attention, qkv, mlp"):
         workload_of(run(tmp_path, {"rank": 4, "targets": ["nothing_such"]}))

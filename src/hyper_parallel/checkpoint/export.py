@@ -14,9 +14,11 @@ import torch
 
 from hyper_parallel.checkpoint import stream
 from hyper_parallel.checkpoint.durable import check_new, new_folder, write_file
-from hyper_parallel.checkpoint.merged_adapters import MODEL, ModelTensors, SavedTensor
+from hyper_parallel.checkpoint.merged_adapters import MODEL, ModelTensors
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.checkpoint.shard import dtype_name
+from hyper_parallel.checkpoint.written_weights import named_as_transformers
+from hyper_parallel.compat.traced_tensors import SliceReader, TracedTensor
 from hyper_parallel.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -37,8 +39,9 @@ def export(
     `out` gets ``config.json`` (``state["model_config"]``, with the written dtype), the checkpoint's assets (tokenizer
     files, ``generation_config.json``) without any names of local folders, and ``model.safetensors``, split into several
     files with an index above `shard_bytes`. LoRA adapters that a run trained are merged into the weights.
-    ``AutoModelForCausalLM.from_pretrained(out)`` loads it. Floating-point tensors are written as they were saved, or as
-    `dtype`. One tensor at a time is in memory, with its adapter; every byte is verified.
+    Names and shapes are those of Transformers' ``save_pretrained``, and ``AutoModelForCausalLM.from_pretrained(out)``
+    loads it. Floating-point tensors are written as they were saved, or as `dtype`. One weight at a time is in memory,
+    with its adapter and what it is converted to; every byte is verified.
 
     Raises CheckpointError if the checkpoint is damaged or was saved without the model's config, if `out`
     exists and is not an empty folder, or if it cannot be written; no partial folder is left.
@@ -56,17 +59,15 @@ def export(
             f"{source.path} holds no model config, so that no config.json can be written; save it as "
             "state['model_config'] (config.to_dict())"
         )
-    tensors = ModelTensors(source)
-    model = tensors.saved
-    if MODEL + stream.METADATA in model:
+    written, config = named_as_transformers(ModelTensors(source), without_origin(config))
+    if stream.METADATA in written:
         raise CheckpointError(
             f"{source.path} holds a tensor that is called {stream.METADATA!r}, as no file can name one"
         )
-    if not model:
+    if not written:
         raise CheckpointError(f"{source.path} holds no tensor whose name begins with {MODEL!r}")
-    kinds = {name: _kind(saved.dtype, dtype) for name, saved in model.items()}
+    kinds = {name: _kind(tensor.dtype, dtype) for name, tensor in written.items()}
     floating = {kind for kind in kinds.values() if kind.is_floating_point}
-    config = without_origin(config)
     files = {name: _without_origin(name, source.asset(name)) for name in source.assets}
     if "config.json" in files or any(name.startswith("model") and "safetensors" in name for name in files):
         raise CheckpointError(
@@ -80,13 +81,13 @@ def export(
         config.pop("torch_dtype", None)
     files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     with new_folder(target) as partial:
-        shards = _shards(model, kinds, shard_bytes)
+        shards = _shards(written, kinds, shard_bytes)
         if len(shards) > 1:
-            files["model.safetensors.index.json"] = _index(model, kinds, shards)
+            files["model.safetensors.index.json"] = _index(written, kinds, shards)
         for file, data in files.items():
             write_file(partial / file, [data])
         for file, names in shards.items():
-            write_file(partial / file, _chunks(tensors, kinds, names))
+            write_file(partial / file, _chunks(written, kinds, names))
     return target
 
 
@@ -111,16 +112,18 @@ def _kind(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and saved.is_floating_point else saved
 
 
-def _bytes(saved: SavedTensor, kind: torch.dtype) -> int:
-    return math.prod(saved.shape) * kind.itemsize
+def _bytes(tensor: TracedTensor, kind: torch.dtype) -> int:
+    return math.prod(tensor.shape) * kind.itemsize
 
 
-def _shards(model: dict[str, SavedTensor], kinds: dict[str, torch.dtype], limit: int) -> dict[str, list[str]]:
+def _shards(
+    written: dict[str, TracedTensor], kinds: dict[str, torch.dtype], limit: int
+) -> dict[str, list[str]]:
     """File name to its tensors; each file has at most `limit` bytes, unless a single tensor is larger."""
     groups: list[list[str]] = [[]]
     room = limit
     for name in kinds:
-        size = _bytes(model[name], kinds[name])
+        size = _bytes(written[name], kinds[name])
         if size > room and groups[-1]:
             groups.append([])
             room = limit
@@ -137,20 +140,17 @@ def _shards(model: dict[str, SavedTensor], kinds: dict[str, torch.dtype], limit:
 
 
 def _index(
-    model: dict[str, SavedTensor], kinds: dict[str, torch.dtype], shards: dict[str, list[str]]
+    written: dict[str, TracedTensor], kinds: dict[str, torch.dtype], shards: dict[str, list[str]]
 ) -> bytes:
-    total = sum(_bytes(model[name], kinds[name]) for name in kinds)
-    where = {name.removeprefix(MODEL): file for file, group in shards.items() for name in group}
+    total = sum(_bytes(written[name], kinds[name]) for name in kinds)
+    where = {name: file for file, group in shards.items() for name in group}
     body = {"metadata": {"total_size": total}, "weight_map": where}
     return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _chunks(
-    tensors: ModelTensors, kinds: dict[str, torch.dtype], names: list[str]
+    written: dict[str, TracedTensor], kinds: dict[str, torch.dtype], names: list[str]
 ) -> Iterator[bytes | memoryview]:
-    saved = tensors.saved
-    yield stream.header(
-        {name.removeprefix(MODEL): (kinds[name], saved[name].shape) for name in names}, {"format": "pt"}
-    )
+    yield stream.header({name: (kinds[name], tuple(written[name].shape)) for name in names}, {"format": "pt"})
     for name in names:
-        yield stream.raw(tensors.whole(name).to(kinds[name]))
+        yield stream.raw(SliceReader().whole(written[name]).to(kinds[name]))

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +71,11 @@ class ModelTensors:
         self._source = source
         names = [name for name in source.tensors if name.startswith(MODEL)]
         self._origin = {name: name for name in names}
+        self._layers: dict[str, str] = {}
+        """Name of a weight to its layer of adapters, by the layer's name in the checkpoint."""
         self._scales: dict[str, float] = {}
         self._transposed: set[str] = set()
+        self._last: tuple[str, torch.Tensor] | None = None
         if any(name.startswith(_PEFT) for name in names):
             self._merge(names)
 
@@ -90,6 +94,26 @@ class ModelTensors:
             if ".lora_A." in name or ".lora_B." in name or MAGNITUDE in name:
                 continue
             self._origin[MODEL + name.removeprefix(_PEFT).replace(".base_layer.", ".")] = name
+        self._layers = {f"{MODEL}{layer.removeprefix(_PEFT)}.weight": layer for layer in self._scales}
+
+    @property
+    def tied(self) -> list[str]:
+        """Weights with adapters that are not in the checkpoint, since the model ties them to others that are."""
+        return [name for name in self._layers if name not in self._origin]
+
+    def untie(self, name: str, other: str) -> None:
+        """Have a weight with adapters begin with the values of the one that it is tied to."""
+        self._origin[name] = self._origin[other]
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self._source.path
+
+    @property
+    def merged(self) -> bool:
+        """Whether adapters are merged."""
+        return bool(self._layers)
 
     @property
     def saved(self) -> dict[str, SavedTensor]:
@@ -98,11 +122,16 @@ class ModelTensors:
         return {name: SavedTensor(one.dtype, tuple(one.shape)) for name, one in found.items()}
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor's values, in the dtype that it was saved in."""
-        origin = self._origin[name]
-        value = self._read(origin)
-        layer = origin.removesuffix(".base_layer.weight")
-        if layer == origin or layer not in self._scales:
+        """A tensor's values, in the dtype that it was saved in. The last one is kept: experts in one tensor are written
+        one after the other."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before memory is taken for the next
+            self._last = (name, self._merged(name))
+        return self._last[1]
+
+    def _merged(self, name: str) -> torch.Tensor:
+        value = self._read(self._origin[name])
+        if (layer := self._layers.get(name)) is None:
             return value
         a, b = (self._read(f"{layer}.lora_{factor}.default.weight").float() for factor in "AB")
         change = (b @ a) * self._scales[layer]

@@ -23,8 +23,8 @@ def export(checkpoint: Path, out: Path, adapter: bool) -> None:
     CHECKPOINT is a run's folder (its newest intact checkpoint is exported), its 'checkpoints' folder, or the folder
     of one step; for a Trainer's run, a 'checkpoint-N' or the folder that contains these. A checkpoint of any strategy
     can be exported; LoRA adapters (model.adapter) are merged into the weights; with --adapter they are written
-    alone, as PeftModel.from_pretrained(base, OUT) loads them. Every byte is verified, and only one tensor at a time is
-    in memory.
+    alone, as PeftModel.from_pretrained(base, OUT) loads them. Names and shapes are those of save_pretrained. Every byte
+    is verified, and only one weight at a time is in memory.
 
     \b
     Examples:

@@ -82,7 +82,7 @@ def _opened(folder: Path) -> tuple[nn.Module, WeightSource]:
     hf = transformers_config(ModelConfig(path=str(folder)))
     with Folder(folder, pread=True) as files:
         dtype = hf.dtype or files.dtype() or torch.float32
-    model: Any = causal_model(hf, dtype)
+    model: Any = causal_model(hf, dtype, folder=str(folder))
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig

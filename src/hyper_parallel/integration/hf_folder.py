@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyper_parallel.checkpoint.merged_adapters import MODEL
 from hyper_parallel.checkpoint.shard import dtype_name
 from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.hf_conversions import blank_model
 from hyper_parallel.compat.paged_out_parameters import present
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration.rank_agreement import ranks_of, together
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.folder_weights import FolderWeights
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
 from hyper_parallel.shard.pipeline_place import PipelinePlace
+from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder
 from hyper_parallel.shard.whole_tensors import fill_piece
 from hyper_parallel.train.checkpoint_state import model_names, model_shards
@@ -166,14 +169,42 @@ def _name_dtype(config: Path, floating: set[torch.dtype]) -> None:
 
 def _read(handle: ShardedModel, folder: Path) -> None:
     with Folder(folder) as files:
-        for name, piece in model_shards(handle).items():
-            found = files.find(name.removeprefix(MODEL), handle.model, piece.layout.shape)
-            if found is None:
-                raise CheckpointError(
-                    f"{folder}: no tensor {name.removeprefix(MODEL)!r}; the folder holds another model's weights"
-                )
-            with present(piece.local, changed=True):
-                fill_piece(piece.local, found, piece.layout, handle.coordinate)
+        weights = FolderWeights(files, _blank(handle))
+        weights.refuse_untied()
+        if handle.rank == 0:
+            weights.log_unexpected()
+        for key, piece in model_shards(handle).items():
+            # What the folder may lack stays as it is.
+            if (source := weights.sources.get(key.removeprefix(MODEL))) is not None:
+                with present(piece.local, changed=True):
+                    fill_piece(piece.local, source, piece.layout, handle.coordinate)
+
+
+def _blank(handle: ShardedModel) -> nn.Module:
+    """The model before it was spread, on the meta device."""
+    if handle.skeleton is not None:
+        return handle.skeleton
+    # Those of all stages of a pipeline, which is why the pieces of this rank do not do.
+    known = {parameter.name: parameter.layout.shape for parameter in handle.parameters()}
+    names = [key.removeprefix(MODEL) for key in model_names(handle)]
+    shapes = {
+        name: known[name] if name in known else tuple(handle.model.get_buffer(name).shape) for name in names
+    }
+    config: Any = getattr(handle.model, "config", None)
+    if is_transformers(handle.model):
+        fields = json.loads(config.to_json_string(use_diff=False))
+        if (found := blank_model(fields, shapes)) is not None:
+            return found
+    # Another module has its own names in the folder.
+    blank = nn.Module()
+    for name, shape in shapes.items():
+        module, (*path, last) = blank, name.split(".")
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_buffer(last, torch.empty(shape, device="meta"))
+    return blank
 
 
 def _read_adapters(handle: ShardedModel, folder: Path) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.compat.traced_tensors import Source
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.lora_adapters import adapted_layers
-from hyper_parallel.shard.safetensors_folder import Source
 
 _MODULES = "lora_magnitude_vector"
 

@@ -19,11 +19,13 @@ from torch import nn
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank
 from hyper_parallel.compat.paged_out_parameters import filled, hollow
-from hyper_parallel.errors import CheckpointError, StrategyError
+from hyper_parallel.compat.traced_tensors import Source
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.dora_magnitudes import Magnitudes, is_magnitude
-from hyper_parallel.shard.lora_adapters import initialise, name_in_base, without_adapters
+from hyper_parallel.shard.folder_weights import FolderWeights
+from hyper_parallel.shard.lora_adapters import initialise, name_in_base
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.safetensors_folder import Folder, Source
+from hyper_parallel.shard.safetensors_folder import Folder
 from hyper_parallel.shard.sharded_model import ShardedModel, sharded
 from hyper_parallel.shard.sharded_parameter import ShardedParameter
 from hyper_parallel.shard.whole_tensors import fill_piece
@@ -34,7 +36,7 @@ def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu"
     handle = _emptied(model, device)
     skeleton = _skeleton(handle)
     magnitudes = Magnitudes(skeleton)
-    for name, values in _initial_values(skeleton, seed, elsewhere=_elsewhere(handle)):
+    for name, values in initial_values(skeleton, seed, elsewhere=_elsewhere(handle)):
         _fill(handle, name, values)
         for made, norms in magnitudes.after(name, values):
             _fill(handle, made, norms)
@@ -51,27 +53,17 @@ def load_weights(
     """
     handle = sharded(model)
     skeleton = _skeleton(handle)
-    plain_model = without_adapters(skeleton)
-    found: list[tuple[str, Source]] = []
-    drawn = dict(initial_buffers(skeleton))
     with Folder(Path(folder)) as files:
-        for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
-            plain = name_in_base(name, skeleton)
-            if plain is None:
-                continue
-            source: Source | None = files.find(plain, plain_model, tuple(tensor.shape))
-            if source is None:
-                # Most buffers are no weights, and are computed anew.
-                source = drawn.get(name)
-            if source is None:
-                raise CheckpointError(
-                    f"{folder}: no tensor {plain!r}; the folder holds another model's weights"
-                )
-            found.append((name, source))
+        weights = FolderWeights(files, skeleton)
+        weights.refuse_untied()
+        if handle.rank == 0:
+            weights.log_unexpected()
+        names = {name for name, _ in (*skeleton.named_parameters(), *skeleton.named_buffers())}
+        drawn = names - weights.sources.keys()
         # Memory is taken for what fits to the folder.
         _emptied(model, device)
         magnitudes = Magnitudes(skeleton)
-        for name, source in chain(found, _initial_values(skeleton, seed, adapters_only=True)):
+        for name, source in chain(weights.sources.items(), initial_values(skeleton, seed, drawn)):
             _fill(handle, name, source)
             for made, norms in magnitudes.after(name, source):
                 _fill(handle, made, norms)
@@ -130,8 +122,9 @@ def _fill(handle: ShardedModel, name: str, source: Source) -> None:
         return
     if found is None:
         buffer = handle.model.get_buffer(name)
-        for local in each_rank(buffer).values():
-            local.copy_(source[(slice(None),) * local.dim()])
+        with one_device():
+            for local in each_rank(buffer).values():
+                local.copy_(source[(slice(None),) * local.dim()])
         return
     with filled(f"parameter.{name}", found.local), one_device():
         for rank, local in each_rank(found.local).items():
@@ -150,40 +143,37 @@ def _elsewhere(handle: ShardedModel) -> frozenset[str]:
 # New values.
 
 
-def _initial_values(
-    skeleton: nn.Module, seed: int, adapters_only: bool = False, elsewhere: Collection[str] = ()
+def initial_values(
+    skeleton: nn.Module,
+    seed: int,
+    wanted: Collection[str] | None = None,
+    elsewhere: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter and buffer, or of adapters', one module's at a time; not of modules whose
-    parameters are all `elsewhere`."""
+    """(name, whole tensor) of every parameter and buffer, or of those that are `wanted`, one module's at a time, as the
+    model's own code computes them; not of modules whose parameters are all `elsewhere`."""
     known = {id(parameter): name for name, parameter in skeleton.named_parameters()}
     drawn: set[str] = set()
     with one_device():
         for path, module in skeleton.named_modules():
-            if is_magnitude(path) or (adapters_only and name_in_base(path, skeleton) is not None):
+            if is_magnitude(path):
                 continue
             names = {
                 own: known[id(p)]
                 for own, p in module._parameters.items()
-                if p is not None and known[id(p)] not in drawn
+                if p is not None and known[id(p)] not in drawn and _is_in(known[id(p)], wanted)
             }
             buffers = {
                 own: f"{path}.{own}" if path else own for own, b in module._buffers.items() if b is not None
             }
+            buffers = {own: name for own, name in buffers.items() if _is_in(name, wanted)}
             here = not names or any(name not in elsewhere for name in names.values())
             if here and (names or buffers):
                 yield from _drawn(skeleton, path, module, names, buffers, seed)
                 drawn.update(names.values())
 
 
-def initial_buffers(skeleton: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, values) of every buffer of a model on the meta device, as its own code computes them."""
-    with one_device():
-        for path, module in skeleton.named_modules():
-            buffers = {
-                own: f"{path}.{own}" if path else own for own, b in module._buffers.items() if b is not None
-            }
-            if buffers:
-                yield from _drawn(skeleton, path, module, {}, buffers, 0)
+def _is_in(name: str, wanted: Collection[str] | None) -> bool:
+    return wanted is None or name in wanted
 
 
 def _drawn(

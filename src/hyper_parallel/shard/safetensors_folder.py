@@ -1,15 +1,11 @@
-"""A Hugging Face folder of safetensors: where it keeps each tensor of a model, and slices of it.
-
-Folders outlive the code that wrote them. Where Transformers has renamed modules since, or put the experts of a layer
-into one tensor, the published folders still have the older form; it is read here, a slice at a time.
-"""
+"""A Hugging Face folder of safetensors: its tensors by their names in the files, and slices of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,30 +14,10 @@ from hyper_parallel.errors import CheckpointError
 from hyper_parallel.shard.safetensors_pread import PreadFile
 from hyper_parallel.untrusted import is_plain_name, open_regular, read_json
 
-_RENAMED = (
-    ("model.language_model.", "model."),
-    ("model.visual.", "visual."),
-    (".mlp.", ".block_sparse_moe."),
-)
-"""(what a model's names have now, what folders have): vision-language models before Transformers 4.52, and Mixtral."""
-
-_EXPERT_PARTS = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
-"""One tensor of all experts to the tensors of one expert that lie in it, one after the other on their first dim."""
-
-
 _LARGEST_INDEX = 64 * 2**20
-_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL")
-"""Element types whose values are the weights (or, whole numbers, buffers) themselves."""
 _FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class Source(Protocol):
-    """A tensor that is read in slices: one in memory, one in a file, or one assembled from several."""
-
-    def __getitem__(self, slices: tuple[slice, ...], /) -> torch.Tensor: ...
+_PLAIN = {**_FLOATING, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool}
+"""Element types whose values are the weights (or, whole numbers, buffers) themselves."""
 
 
 class Folder:
@@ -73,90 +49,51 @@ class Folder:
                 return _FLOATING[kind]
         return None
 
-    def find(self, name: str, model: Any, shape: tuple[int, ...]) -> Source | None:
-        """The tensor of a model's parameter or buffer, under whichever name the folder keeps it; None if it has none.
-
-        Raises CheckpointError when it has another shape, or its file cannot be read.
-        """
-        stored = next((candidate for candidate in _names(name, model) if candidate in self._files), None)
-        if stored is None:
-            return self._experts(name, model, shape)
-        found: Source = self._slice(stored, shape)
-        return found
-
-    def _slice(self, stored: str, shape: tuple[int, ...]) -> Any:
-        path = self._files[stored]
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor by its name in the folder. Raises CheckpointError when its file cannot be read."""
+        path = self._files[name]
         try:
-            piece = self._opened_file(path).get_slice(stored)
-        except SafetensorError as error:
+            return StoredTensor(path, name, self._opened_file(path).get_slice(name))
+        except (SafetensorError, KeyError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from None
-        if tuple(piece.get_shape()) != shape:
-            raise CheckpointError(
-                f"{path}: {stored!r} has shape {list(piece.get_shape())}, the model needs {list(shape)}"
-            )
-        if piece.get_dtype() not in _PLAIN:
-            raise CheckpointError(
-                f"{path}: {stored!r} is stored as {piece.get_dtype()}, which are weights only together with "
-                f"scales or a table; give a folder of plain weights ({', '.join(_PLAIN[:4])})"
-            )
-        return piece
 
     def _opened_file(self, path: Path) -> Any:
         if path not in self._opened:
             self._opened[path] = self._stack.enter_context(self._open(path))
         return self._opened[path]
 
-    def _experts(self, name: str, model: Any, shape: tuple[int, ...]) -> Source | None:
-        prefix, _, own = name.rpartition(".")
-        for parts in _EXPERT_PARTS.get(own, ()):
-            for candidate in _names(prefix, model):
-                if f"{candidate}.0.{parts[0]}.weight" in self._files:
-                    one = (shape[1] // len(parts), *shape[2:])
-                    names = [
-                        [f"{candidate}.{expert}.{part}.weight" for part in parts]
-                        for expert in range(shape[0])
-                    ]
-                    missing = [stored for row in names for stored in row if stored not in self._files]
-                    if missing:
-                        raise CheckpointError(
-                            f"{self.folder}: no tensor {missing[0]!r}; an expert is missing"
-                        )
-                    return _Experts([[self._slice(stored, one) for stored in row] for row in names], one[0])
-        return None
 
+class StoredTensor:
+    """A tensor of a file, read in slices."""
 
-class _Experts:
-    """[E, P · R, C] of the P tensors [R, C] of each of E experts."""
+    def __init__(self, path: Path, name: str, piece: Any) -> None:
+        self.name, self._path, self._piece = name, path, piece
+        self._kind = piece.get_dtype()
 
-    def __init__(self, parts: list[list[Any]], rows: int) -> None:
-        self.parts, self.rows = parts, rows
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return tuple(self._piece.get_shape())
 
-    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
-        experts, rows, columns = slices
-        start, stop, _ = rows.indices(self.rows * len(self.parts[0]))
-        chosen = []
-        for expert in range(*experts.indices(len(self.parts))):
-            pieces = []
-            for index, part in enumerate(self.parts[expert]):
-                first = index * self.rows
-                a, b = max(start - first, 0), min(stop - first, self.rows)
-                if a < b:
-                    pieces.append(part[a:b, columns])
-            chosen.append(torch.cat(pieces))
-        return torch.stack(chosen)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its element type; bytes for a type that is no weight's."""
+        return _PLAIN.get(self._kind, torch.uint8)
 
+    def check(self) -> None:
+        """Raise CheckpointError where the values are weights only together with other tensors."""
+        if self._kind not in _PLAIN:
+            raise CheckpointError(
+                f"{self._path}: {self.name!r} is stored as {self._kind}, which are weights only together with scales "
+                f"or a table; give a folder of plain weights ({', '.join(_FLOATING)})"
+            )
 
-def _names(name: str, model: Any) -> Iterator[str]:
-    """The names that a folder may have for a tensor or module of a model, the likeliest first."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    yield from (name, name.removeprefix(prefix), prefix + name)
-    for now, before in _RENAMED:
-        if now in name:
-            yield name.replace(now, before)
-    # Last, since a model that could tie two weights and does not has both in its folder.
-    ties = getattr(model, "_tied_weights_keys", None) or {}
-    if isinstance(ties, dict):
-        yield from (key for key, target in ties.items() if target == name)
+    def __getitem__(self, slices: tuple[slice, ...], /) -> torch.Tensor:
+        try:
+            values: torch.Tensor = self._piece[slices]
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._path}: {self.name!r} cannot be read: {error}") from None
+        return values
 
 
 def _safetensors_of(folder: Path, open_file: Callable[[Path], Any]) -> dict[str, Path]:

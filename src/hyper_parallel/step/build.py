@@ -22,6 +22,7 @@ from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.runtime.parameter_paging import lend
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
+from hyper_parallel.shard.folder_weights import has_untied_weights
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.rules import has_encoder
@@ -293,11 +294,11 @@ def on_meta(hf: Any, config: RunConfig, *, media: bool = False) -> nn.Module:
     Transformers cannot build it."""
     dtype = getattr(torch, config.effective_strategy.precision.param)
     attention = None if config.model.attention == "auto" else config.model.attention
-    kind = model_class(hf) if media else None
+    kind, folder = model_class(hf) if media else None, config.model.folder
     model = (
-        causal_model(hf, dtype, attention)
+        causal_model(hf, dtype, attention, folder)
         if kind is None
-        else _built(kind._from_config, hf, dtype, attention)
+        else _built(kind._from_config, hf, dtype, attention, folder)
     )
     if config.model.adapter is not None:
         model = with_adapters(model, config.model.adapter)
@@ -308,18 +309,25 @@ def on_meta(hf: Any, config: RunConfig, *, media: bool = False) -> nn.Module:
     return model
 
 
-def causal_model(hf: Any, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
-    """Transformers' causal language model of a config, on the meta device. Raises ConfigError when there is none."""
+def causal_model(
+    hf: Any, dtype: torch.dtype, attention: str | None = None, folder: str | None = None
+) -> nn.Module:
+    """Transformers' causal language model of a config, on the meta device. Raises ConfigError when there is none.
+
+    Where `folder` has a head of its own although the config ties it, the model has one too, and the config says so.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model: {_UNSUPPORTED.format(hf.model_type)}")
     build = functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
-    return _built(build, hf, dtype, attention)
+    return _built(build, hf, dtype, attention, folder)
 
 
-def _built(build: Callable[..., Any], hf: Any, dtype: torch.dtype, attention: str | None) -> nn.Module:
-    """On the meta device. Raises ConfigError."""
+def _built(
+    build: Callable[..., Any], hf: Any, dtype: torch.dtype, attention: str | None, folder: str | None
+) -> nn.Module:
+    """On the meta device, its weights tied as `from_pretrained` ties them. Raises ConfigError."""
     try:
         with torch.device("meta"):
             model = build(hf, attn_implementation=attention, dtype=dtype)
@@ -327,7 +335,21 @@ def _built(build: Callable[..., Any], hf: Any, dtype: torch.dtype, attention: st
         reason = f"{type(error).__name__}: {_line(error)}"
         raise ConfigError(f"model: Transformers cannot build it: {reason}") from error
     assert isinstance(model, nn.Module)
-    return model
+    if folder is None or not has_untied_weights(folder, model):
+        return model
+    log.warning(
+        "%s: its config ties the head to the embedding, but it has values of its own for both: they are not tied",
+        folder,
+    )
+    untie(hf)
+    return _built(build, hf, dtype, attention, None)
+
+
+def untie(hf: Any) -> None:
+    """Have a config, and the configs in it, say that the head has weights of its own."""
+    for config in (hf, *(getattr(hf, key, None) for key in getattr(hf, "sub_configs", ()))):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
 
 
 def _line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Where weights come from before they lie in tiers: a model in memory, or a Transformers folder read row by row.
 
 Of a folder never more than `_PIECE` bytes are in memory beside the module that is written. Where Transformers would do
-more than rename weights and join experts when it loads the folder, it does: the model is read as a whole first.
+more with the stored weights than rename, join, cut and transpose them, it does: the model is read as a whole first.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat import hf_conversions
+from hyper_parallel.compat.hf_conversions import has_float32_exceptions
+from hyper_parallel.compat.traced_tensors import Source
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.inference.weights.units import Part, Unit
-from hyper_parallel.shard.load_weights import initial_buffers
-from hyper_parallel.shard.safetensors_folder import Folder, Source
+from hyper_parallel.shard.folder_weights import FolderWeights
+from hyper_parallel.shard.load_weights import initial_values
+from hyper_parallel.shard.safetensors_folder import Folder
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +78,20 @@ class FolderSource:
     """A model on the meta device, and the folder with its values."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        """Raises CheckpointError for a folder that lacks a weight, or has one that has to be converted."""
+        """Raises CheckpointError for a folder that lacks a weight, or has one that has to be converted as a whole."""
         self._model, self._files = model, Folder(folder, pread=True)
         try:
-            if problem := hf_conversions.beyond_names(model, self._files.names()):
-                raise CheckpointError(f"{folder}: {problem}")
-            self._found: dict[str, Source] = {}
-            for name, tensor in model.named_parameters():
-                source = self._files.find(name, model, tuple(tensor.shape))
-                if source is None:
-                    raise CheckpointError(f"{folder}: no tensor {name!r}")
-                self._found[name] = source
+            if has_float32_exceptions(model):
+                raise CheckpointError(f"{folder}: some weights stay in float32")
+            weights = FolderWeights(self._files, model)
+            weights.refuse_untied()
+            weights.log_unexpected()
+            names = [name for name, _ in model.named_parameters()]
+            if lacking := [name for name in names if name not in weights.sources]:
+                raise CheckpointError(f"{folder}: no tensor {lacking[0]!r}")
+            if not weights.read_in_slices(names):
+                raise CheckpointError(f"{folder}: weights are converted as a whole")
+            self._found: dict[str, Source] = weights.sources
         except BaseException:
             self.close()
             raise
@@ -108,7 +113,8 @@ class FolderSource:
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                 _read(self._found[name], 0, len(value) if value.dim() else 0, value)
                 made[id(parameter)] = nn.Parameter(value, requires_grad=False)
-        drawn = dict(initial_buffers(self._model))
+        buffers = {name for name, _ in self._model.named_buffers()}
+        drawn = dict(initial_values(self._model, 0, buffers - self._found.keys()))
         for path, module in self._model.named_modules():
             for own, old in module._parameters.items():
                 if old is not None and id(old) in made:
@@ -116,7 +122,7 @@ class FolderSource:
             for own, buffer in module._buffers.items():
                 if buffer is not None:
                     name = f"{path}.{own}" if path else own
-                    source = self._files.find(name, self._model, tuple(buffer.shape))
+                    source = self._found.get(name)
                     value = drawn[name] if source is None else source[(slice(None),) * buffer.dim()]
                     module._buffers[own] = value.to(device, buffer.dtype)
 

@@ -45,7 +45,7 @@ def load_shards(folder: Path, strategy: Strategy) -> tuple[nn.Module, Tokenizer 
                 f"{found}: the weights are {str(dtype).removeprefix('torch.')}, and several workers compute in "
                 f"{' or '.join(_DTYPES.values())}; convert the folder, or use one worker"
             )
-        model: Any = causal_model(hf, dtype)
+        model: Any = causal_model(hf, dtype, folder=str(found))
         one = _DTYPES[dtype]
         precision = Precision(param=one, compute=one, reduce=one)  # type: ignore[arg-type]
         parallelize(model, strategy.model_copy(update={"precision": precision, "memory": Memory()}))

@@ -29,7 +29,8 @@ def tokenizer_of(config: RLConfig) -> Tokenizer:
 def policy_on_meta(config: RLConfig, tokenizer: Tokenizer, dtype: torch.dtype) -> nn.Module:
     """The model without values. Raises ConfigError for one that Transformers cannot build, or that does not have the
     tokenizer's tokens."""
-    return causal_model(_transformers_config(config, tokenizer), dtype, _attention(config))
+    hf = _transformers_config(config, tokenizer)
+    return causal_model(hf, dtype, _attention(config), config.model.folder)
 
 
 def plain_policy(
@@ -40,7 +41,8 @@ def plain_policy(
     from transformers import AutoModelForCausalLM
 
     hf = _transformers_config(config, tokenizer)
-    causal_model(hf, dtype, _attention(config))  # raises what is wrong with it, in one line
+    # Raises what is wrong with it, in one line, and unties a head that the folder has for itself.
+    causal_model(hf, dtype, _attention(config), config.model.folder)
     with torch.device(device):
         model: nn.Module = AutoModelForCausalLM.from_config(
             hf, dtype=dtype, attn_implementation=_attention(config), trust_remote_code=False
