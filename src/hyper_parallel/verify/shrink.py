@@ -1,4 +1,4 @@
-"""Shrinks any Transformers family to test size, with the ratios of its default config.
+"""The causal language models of the installed Transformers, each at test size with the ratios of its default config.
 
 A default config has the sizes of a published model. The name of a key tells what it counts, across families: layers,
 heads, features of a head, other widths, experts, tokens, positions. Heads are reduced to 8 and the hidden size to 64;
@@ -11,6 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.verify.matrix import build_model
 
 Fields = dict[str, Any]
 
@@ -43,6 +48,7 @@ _WIDTH = re.compile(
     r"|d_state|dim_ff|d_ssm)\w*"
 )
 _RATE = re.compile(r"\w*(drop|jitter)\w*")
+_AUXILIARY = re.compile(r"\w*loss_(coef|coefficient|weight)")
 
 _HEADS_OF_MODEL = (
     *("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads", "num_decoder_attention_heads"),
@@ -102,6 +108,55 @@ EXCEPTIONS: Mapping[str, Fields] = {
     },
 }
 """Exceptions by `model_type` that a key's name does not show, each with the reason."""
+
+
+def causal_families() -> list[str]:
+    """The families of causal language models that read text alone. A family that is several models in one (a vision
+    tower and a language model) stands here by its language model, which is a family of its own."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parts = {"attn_config", "ffn_config"}  # sections of one model, not models
+    drafting = "_assistant"  # a drafting head, which reads another model's keys and values
+    return [
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if set(CONFIG_MAPPING[name].sub_configs) <= parts and not name.endswith(drafting)
+    ]
+
+
+def small_fields(family: str, *, auxiliary: bool = False, **more: Any) -> Fields:
+    """`shrunken` of a family's default config, with its auxiliary losses if they are asked for, and `more`."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family]()
+    fields = {**shrunken(config), "model_type": family}
+    return {**fields, **(_auxiliary_losses(config.to_dict(), fields) if auxiliary else {}), **more}
+
+
+def noisy_model(fields: Fields, spread: float = 0.1) -> nn.Module:
+    """A float32 model with noise on each parameter and learned buffer, so that none is a neutral 0 or 1: what is left
+    out, or taken twice, shows."""
+    model = build_model(fields, "cpu").float()
+    learned = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in learned:
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * spread)
+    return model
+
+
+def _auxiliary_losses(default: Fields, small: Fields) -> Fields:
+    """What switches a config's auxiliary losses on, with coefficients that show, also in its sections."""
+    on: Fields = {key: 0.5 for key in default if _AUXILIARY.fullmatch(str(key))}
+    if "output_router_logits" in default:
+        on["output_router_logits"] = True
+    for key, section in default.items():
+        inner = _auxiliary_losses(section, {}) if isinstance(section, dict) else {}
+        if inner:
+            on[key] = {**small.get(key, section), **inner}
+    return on
 
 
 def shrunken(config: Any) -> Fields:

@@ -1,0 +1,406 @@
+"""The comparisons of one family with its owner, Transformers, each on one device: what `owner.py` runs.
+
+A verdict is a dict: ``verdict`` (right, adapted, refused, wrong, traceback or no reference), ``error`` (the largest
+difference over the largest element of what is right), and ``detail``, one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from campaigns import one_line
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import hyper_parallel as hp
+from hyper_parallel.checkpoint import export, newest
+from hyper_parallel.compat.float64 import float64, widen
+from hyper_parallel.config import from_dict
+from hyper_parallel.config.train import LossConfig
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.shard.loss import causal_lm_loss
+from hyper_parallel.shard.loss.forward import logits_of
+from hyper_parallel.verify import matrix
+from hyper_parallel.verify.report import TOLERANCE
+from hyper_parallel.verify.shrink import Fields, noisy_model, small_fields
+
+Verdict = dict[str, Any]
+Tensors = Mapping[str, Tensor]
+
+ROWS, LENGTH = 2, 32
+FIRST_ID = 8
+"""Ids below it may have a meaning of their own, as padding has."""
+LAST_ID = 120
+"""Below the size of every family's small vocabulary."""
+ROUNDING = 1e-2
+"""A larger error is no rounding."""
+CHUNK = 24
+"""Positions whose logits are computed at a time: the step has more."""
+
+
+class NoReferenceError(Exception):
+    """The owner itself does not compute this."""
+
+
+def verdict(error: float, detail: str = "", limit: float = TOLERANCE["float32"]) -> Verdict:
+    """Right where the error is within the limit."""
+    if error <= limit:
+        return {"verdict": "right", "error": float(f"{error:.2g}")}
+    return {"verdict": "wrong", "error": float(f"{error:.2g}"), "detail": detail}
+
+
+def judged(comparison: Callable[[], Verdict]) -> Verdict:
+    """The verdict of a comparison, also where it raises."""
+    try:
+        return comparison()
+    except HyperParallelError as refusal:
+        return {"verdict": "refused", "detail": one_line(refusal, 600)}
+    except NoReferenceError as reason:
+        return {"verdict": "no reference", "detail": one_line(reason)}
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "hyper_parallel" in frame.filename]
+        place = (ours or frames)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        return {"verdict": "traceback", "detail": f"{where}: {type(error).__name__}: {one_line(error)}"}
+
+
+@contextlib.contextmanager
+def reference() -> Iterator[None]:
+    """Inside, the owner computes."""
+    try:
+        yield
+    except Exception as error:
+        raise NoReferenceError(f"{type(error).__name__}: {one_line(error)}") from error
+
+
+def difference(right: Tensors, got: Tensors) -> tuple[float, str]:
+    """The largest error of a tensor over its largest element, which counts as 1e-4 of the norm of all at least; and
+    the tensor's name. A tensor that one side lacks is zero there."""
+    norm = float(sum(float(tensor.double().square().sum()) for tensor in right.values())) ** 0.5
+    worst, where = 0.0, ""
+    for name in {**right, **got}:
+        a, b = right.get(name), got.get(name)
+        present = a if a is not None else b
+        assert present is not None
+        a = torch.zeros_like(present) if a is None else a
+        b = torch.zeros_like(present) if b is None else b
+        if a.shape != b.shape:
+            return float("inf"), f"{name} has the shape {[*b.shape]}, not {[*a.shape]}"
+        if not a.numel():
+            continue
+        scale = max(float(a.double().abs().max()), 1e-4 * norm, 1e-30)
+        error = float((a.double() - b.double()).abs().max()) / scale
+        if not error <= worst:
+            worst, where = error if error == error else float("inf"), name
+    return worst, where
+
+
+def without_cache(model: Any) -> Any:
+    """A Transformers model whose forward keeps no keys and values, which some keep wrongly where they train."""
+    model.config.use_cache = False
+    return model
+
+
+def draw_ids(rows: int = ROWS, length: int = LENGTH) -> Tensor:
+    """int64 [rows, length] random ids."""
+    return torch.randint(FIRST_ID, LAST_ID, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+# Loss.
+
+
+def loss(family: str) -> Verdict:
+    """Our loss, its gradients and the buffers that it changes, beside those of the model's own forward with labels."""
+    fields = small_fields(family, auxiliary=True)
+    model = noisy_model(fields)
+    settings: Any = CHUNK
+    try:
+        error, where = _loss_error(model, settings)
+    except HyperParallelError as refusal:
+        if "train.loss.chunk: none" not in str(refusal):
+            raise
+        settings = "none"
+        error, where = _loss_error(model, settings)
+    if TOLERANCE["float32"] < error < ROUNDING:
+        exact, where = _loss_error(model, settings, exactly=True)
+        if exact <= TOLERANCE["float64"]:
+            return {"verdict": "right", "error": float(f"{exact:.2g}")}
+    result = verdict(error, where)
+    if settings == "none" and result["verdict"] == "right":
+        result |= {"verdict": "adapted", "detail": "train.loss.chunk: none, as the refusal says"}
+    return result
+
+
+def _loss_error(model: nn.Module, chunk: Any, exactly: bool = False) -> tuple[float, str]:
+    """The largest difference, and where it is. `exactly`: in float64, where rounding is next to nothing."""
+    theirs, ours = without_cache(copy.deepcopy(model)), copy.deepcopy(model)
+    ids = draw_ids()
+    with reference(), float64() if exactly else contextlib.nullcontext():
+        if exactly:
+            widen(theirs)
+        right = theirs(input_ids=ids, labels=ids).loss
+        right.backward()
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    with contextlib.ExitStack() as stack:
+        if exactly:
+            stack.enter_context(float64())
+        hp.parallelize(ours, hp.Strategy())
+        if exactly:
+            widen(ours)
+        stack.enter_context(hp.sharded(ours).micro_batch(seed=0, step=0, rows=torch.arange(ROWS)))
+        positions = torch.arange(LENGTH).repeat(ROWS, 1)
+        tokens = float((labels != -100).sum())
+        got = causal_lm_loss(ours, ids, labels, positions, tokens=tokens, options=LossConfig(chunk=chunk))
+        got.backward()
+    losses = difference({"loss": right.detach()}, {"loss": got.detach()})
+    if losses[0] > TOLERANCE["float64" if exactly else "float32"]:
+        return losses[0], f"the loss is {float(got):.6g}, the owner's {float(right):.6g}"
+    return max(
+        losses,
+        difference(_gradients(theirs), _gradients(ours)),
+        difference(dict(theirs.named_buffers()), dict(ours.named_buffers())),
+    )
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# Rows.
+
+
+def rows(family: str) -> Verdict:
+    """Logits of two rows together beside those of each alone."""
+    return _rows(small_fields(family))
+
+
+def longer_rows(family: str) -> Verdict:
+    """The same where rotary factors follow the longest document of the batch (`dynamic`)."""
+    fields = small_fields(family)
+    config: Any = AutoConfig.for_model(**fields)
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or "rope_type" not in rope:
+        raise NoReferenceError("its config has no rotary embedding of one kind for all layers")
+    rope = {**rope, "rope_type": "dynamic", "factor": 2.0}
+    if "partial_rotary_factor" in rope:  # a quarter of a small head is too little for the formula
+        rope["partial_rotary_factor"] = 1.0
+    return _rows({**fields, "rope_parameters": rope, "max_position_embeddings": LENGTH // 2})
+
+
+def _rows(fields: Fields) -> Verdict:
+    ids = draw_ids()
+    # The first row is one document, the second holds four.
+    positions = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH // 4).repeat(4)])
+    with reference(), torch.no_grad():
+        model = noisy_model(fields)
+        together = logits_of(model, ids, positions)
+        alone = torch.cat([logits_of(model, ids[i : i + 1], positions[i : i + 1]) for i in range(ROWS)])
+    error, _ = difference({"logits": alone}, {"logits": together})
+    # Matrix products of another number of rows round in another order.
+    if error <= 10 * TOLERANCE["float32"]:
+        return {"verdict": "right", "error": float(f"{error:.2g}")}
+    dealt = _on_two_ranks(fields)
+    return {**dealt, "detail": f"rows depend on each other ({error:.2g}); {dealt.get('detail', '')}"}
+
+
+def _on_two_ranks(fields: Fields) -> Verdict:
+    """What each of two data ranks computes with its rows, beside one device with all of them."""
+    strategy, train = {"axes": {"shard": 2}}, {"batch": ROWS}
+    batch = matrix.draw_batch(fields, ROWS, LENGTH)
+    config = matrix.family_config(fields, strategy, train, LENGTH)
+    one = matrix.one_device(fields, {}, batch, train, LENGTH)
+    report = matrix.run_cell(config, matrix.build_model(fields), batch, one)
+    if report.ok:
+        return {"verdict": "adapted", "detail": "shard: 2 gives one device's gradients"}
+    error = max(parameter.gradient for parameter in report.parameters)
+    return {
+        "verdict": "wrong",
+        "error": float(f"{error:.2g}"),
+        "detail": f"under shard: 2, {report.failures[0]}",
+    }
+
+
+# Folders, and a run from one.
+
+
+def from_folder(family: str) -> Iterator[tuple[str, Callable[[], Verdict]]]:
+    """The comparisons of a folder that `save_pretrained` wrote: read by us, trained from, and exported again."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        saved = _Saved(family, place)
+        yield "folder", saved.loaded
+        yield "packing", saved.packed
+        yield "export", saved.exported
+
+
+class _Saved:
+    """A family's folder, and what Transformers reads from it; made by the first comparison that needs it."""
+
+    def __init__(self, family: str, place: Path) -> None:
+        self._family, self._place = family, place
+        self._model: Any = None
+
+    @property
+    def _folder(self) -> Path:
+        return self._place / "model"
+
+    def _owner(self) -> Any:
+        if self._model is None:
+            with reference():
+                noisy_model(small_fields(self._family)).eval().save_pretrained(self._folder)
+                _tokenizer().save_pretrained(self._folder)
+                model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+                self._model = without_cache(model.eval())
+        return self._model
+
+    def _logits(self, model: Any) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = without_cache(model.eval())(draw_ids()).logits
+        return found
+
+    def loaded(self) -> Verdict:
+        """Logits of what `hp.load_weights` reads, beside those of `from_pretrained`."""
+        owner = self._owner()
+        with reference():
+            right = self._logits(owner)
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(self._folder)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        hp.parallelize(model, hp.Strategy())
+        hp.load_weights(model, self._folder)
+        error, _ = difference({"logits": right}, {"logits": self._logits(model)})
+        return verdict(error, "logits of the folder that save_pretrained wrote")
+
+    def packed(self) -> Verdict:
+        """The mean loss of a run that trains on packed documents, beside that of each document alone."""
+        owner = self._owner()
+        documents = _documents()
+        with reference():
+            right = _loss_alone(owner, documents)
+        told = io.StringIO()
+        with contextlib.redirect_stdout(told):
+            hp.Trainer(from_dict(self._run_file(documents))).run()
+        lines = [
+            json.loads(line) for line in (self._place / "out" / "metrics.jsonl").read_text().splitlines()
+        ]
+        steps = [line for line in lines if "loss" in line]
+        tokens = sum(step["loss_tokens"] for step in steps)
+        got = sum(step["loss"] * step["loss_tokens"] for step in steps) / tokens
+        result = verdict(
+            abs(got - right) / right, f"the mean loss is {got:.6g}, of documents alone {right:.6g}"
+        )
+        choice = [line for line in told.getvalue().splitlines() if "pack" in line or "documents" in line]
+        if result["verdict"] == "right" and choice:
+            result |= {"verdict": "adapted", "detail": one_line(choice[0])}
+        return result
+
+    def _run_file(self, documents: list[list[int]]) -> dict[str, Any]:
+        lines = [json.dumps({"text": " ".join(f"w{word}" for word in ids[:-1])}) for ids in documents]
+        (self._place / "text.jsonl").write_text("\n".join(lines) + "\n")
+        return {
+            "version": 1,
+            "out": str(self._place / "out"),
+            "model": {"path": str(self._folder)},
+            "data": {
+                "train": [str(self._place / "text.jsonl")],
+                "holdout": 0,
+                "sequence": LENGTH,
+                "cache": str(self._place / "cache"),
+            },
+            "train": {
+                "epochs": 1,
+                "batch": 1,
+                "engine": "eager",
+                "sample": False,
+                # The weights stay as they are.
+                "optimizer": {"lr": 1e-12},
+                "schedule": {"name": "constant"},
+            },
+        }
+
+    def exported(self) -> Verdict:
+        """What `export` writes of a run's checkpoint: the names and values of `save_pretrained`, and its logits."""
+        owner = self._owner()
+        found = newest(self._place / "out" / "checkpoints")
+        if found is None:
+            raise NoReferenceError("the run left no checkpoint")
+        written = export(found.path, self._place / "exported")
+        right, got = _tensors(self._folder), _tensors(written)
+        if right.keys() != got.keys():
+            more, fewer = sorted(got.keys() - right.keys()), sorted(right.keys() - got.keys())
+            return {
+                "verdict": "wrong",
+                "detail": f"names: {len(more)} of its own ({', '.join(more[:2])}), "
+                f"{len(fewer)} missing ({', '.join(fewer[:2])})",
+            }
+        error, where = difference(right, got)
+        if error > TOLERANCE["float32"]:
+            return verdict(error, where)
+        again, report = AutoModelForCausalLM.from_pretrained(
+            written, dtype=torch.float32, output_loading_info=True
+        )
+        missing = sorted({*report["missing_keys"], *report["unexpected_keys"]})
+        if missing:
+            return {"verdict": "wrong", "detail": f"from_pretrained reports {', '.join(missing[:3])}"}
+        error, _ = difference({"logits": self._logits(owner)}, {"logits": self._logits(again)})
+        return verdict(error, "logits of from_pretrained")
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each word ``w8``, ``w9`` …, whose number is its id."""
+    import tokenizers
+
+    words = ["<unk>", "<end>", "<pad>", *(f"w{at}" for at in range(3, LAST_ID))]
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>")
+    )
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", eos_token="<end>", pad_token="<pad>"
+    )
+
+
+def _documents() -> list[list[int]]:
+    """Ids of twelve documents of different lengths, each with its end."""
+    lengths = (3, 11, 6, 9, 4, 14, 7, 5, 10, 3, 8, 12)
+    ids = draw_ids(1, sum(lengths))[0].split(lengths)
+    return [[*document.tolist(), 1] for document in ids]
+
+
+def _loss_alone(model: Any, documents: list[list[int]]) -> float:
+    total = 0.0
+    with torch.no_grad():
+        for document in documents:
+            ids = torch.tensor([document])
+            logits = model(input_ids=ids).logits[0, :-1].float()
+            total += float(functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    return total / sum(len(document) - 1 for document in documents)
+
+
+def comparisons(family: str) -> Iterator[tuple[str, Verdict]]:
+    """(name, verdict) of each comparison of a family, as they are done."""
+    yield "loss", judged(lambda: loss(family))
+    yield "rows", judged(lambda: rows(family))
+    yield "longer rows", judged(lambda: longer_rows(family))
+    for name, comparison in from_folder(family):
+        yield name, judged(comparison)
