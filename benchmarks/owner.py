@@ -12,11 +12,10 @@ from the result that is kept. Exits with 1 when something is wrong or ends in a 
 from __future__ import annotations
 
 import collections
-import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
@@ -28,7 +27,9 @@ from measure import quiet
 from pages import Benchmark, table
 from processes import limit_memory
 
+from harness import preloaded  # noqa: F401  (its imports, which forks then have)
 from hyper_parallel.verify.shrink import causal_families
+
 
 LIMIT_S = 120
 """A family that takes longer hangs."""
@@ -57,7 +58,7 @@ _BAD = ("wrong", "traceback")
 
 
 def compared(family: str) -> dict[str, Any]:
-    """The verdicts of a family by comparison, from a fork of this process, and its seconds."""
+    """The verdicts of a family by comparison, from a fork of this process."""
     began = time.monotonic()
     receiving, sending = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_compare, args=(family, sending))
@@ -70,8 +71,7 @@ def compared(family: str) -> dict[str, Any]:
             if not receiving.poll(max(0.0, began + LIMIT_S - time.monotonic())):
                 reason = f"took more than {LIMIT_S} s"
                 break
-            name, verdict, verdicts["processor_s"] = receiving.recv()
-            verdicts[name] = verdict
+            name, verdicts[name] = receiving.recv()
     except EOFError:
         child.join()
         reason = f"the process ended with {child.exitcode}"
@@ -90,8 +90,8 @@ def _compare(family: str, results: Connection) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    for name, verdict in owner_comparisons.comparisons(family):
-        results.send((name, verdict, round(time.process_time(), 1)))
+    for named in owner_comparisons.comparisons(family):
+        results.send(named)
 
 
 def counted(rows: Mapping[str, Any]) -> dict[str, dict[str, int]]:
@@ -107,7 +107,7 @@ def summary(rows: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "transformers": transformers.__version__,
         "of": len(causal_families()),
-        "processor_s": round(sum(row.get("processor_s", 0) for row in rows.values())),
+        "processor_s": round(sum(map(_seconds, rows.values()))),
         "counts": counted(rows),
     }
 
@@ -123,10 +123,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     kinds = [kind for kind in _MARKS if any(kind in count for count in counts.values())]
     yield from table(
         "Comparison|What is compared|" + "|".join(kinds),
-        [
-            [name, what, *(counts[name].get(kind, 0) for kind in kinds)]
-            for name, what in COMPARISONS.items()
-        ],
+        [[name, what, *(counts[name].get(kind, 0) for kind in kinds)] for name, what in COMPARISONS.items()],
         "ll" + "r" * len(kinds),
     )
     yield ""
@@ -137,7 +134,12 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
             for family, row in sorted(rows.items())
         ],
     )
-    for kind, title in (("wrong", "Wrong"), ("traceback", "Crashes"), ("adapted", "Adapted"), ("refused", "Refused")):
+    for kind, title in (
+        ("wrong", "Wrong"),
+        ("traceback", "Crashes"),
+        ("adapted", "Adapted"),
+        ("refused", "Refused"),
+    ):
         reasons = _reasons(rows, kind)
         if reasons:
             yield from ("", f"{title}:", "")
@@ -188,14 +190,16 @@ def main(
     return bad
 
 
+def _seconds(row: Mapping[str, Any]) -> float:
+    """The processor's seconds of a family."""
+    return sum(float(row[name].get("seconds", 0)) for name in COMPARISONS if name in row)
+
+
 def _told(family: str, row: Mapping[str, Any]) -> bool:
     """Print a family's verdicts; whether one is bad."""
     verdicts = {name: row[name] for name in COMPARISONS}
-    print(
-        f"{family} ({row.get('processor_s', 0)} s): ",
-        ", ".join(f"{name} {one['verdict']}" for name, one in verdicts.items()),
-        flush=True,
-    )
+    shown = ", ".join(f"{name} {one['verdict']}" for name, one in verdicts.items())
+    print(f"{family} ({_seconds(row):.1f} s): {shown}", flush=True)
     bad = {name: one for name, one in verdicts.items() if one["verdict"] in _BAD}
     for name, one in bad.items():
         print(f"    {name}: {one.get('detail')} ({one.get('error')})", flush=True)
