@@ -30,7 +30,6 @@ from processes import limit_memory
 from harness import preloaded  # noqa: F401  (its imports, which forks then have)
 from hyper_parallel.verify.shrink import causal_families
 
-
 LIMIT_S = 120
 """A family that takes longer hangs."""
 MEMORY = 4 << 30

@@ -63,7 +63,6 @@ _HYBRID = {"layers_block_type": ["linear_attention", "linear_attention", "hybrid
 
 EXCEPTIONS: Mapping[str, Fields] = {
     # Sizes that must multiply to others of the config.
-    "bamba": {"mamba_d_head": 8},
     "falcon_h1": {"mamba_d_ssm": 128},
     "mamba2": {"num_heads": 16},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 16, "num_hidden_layers": 4, **_HYBRID},
@@ -79,6 +78,13 @@ EXCEPTIONS: Mapping[str, Fields] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
     },
+    # Kinds of layers that the default's first ones are not.
+    "bamba": {"mamba_d_head": 8, "attn_layer_indices": [1]},
+    "doge": {"is_moe": True},
+    "flint": {"mlp_only_layers": [0]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     # Values that a default leaves out and the model cannot do without.
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
