@@ -68,7 +68,13 @@ EXCEPTIONS: Mapping[str, Fields] = {
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 16, "num_hidden_layers": 4, **_HYBRID},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 16, "kv_channels": 8, "mamba_headdim": 16},
     "longcat_flash": {"qk_head_dim": 16},
-    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48], "num_buckets": 4},
+    # 4 · 8 positions, which every row of a training has; hashes by one seed.
+    "reformer": {
+        "axial_pos_shape": [4, 8],
+        "axial_pos_embds_dim": [16, 48],
+        "num_buckets": 4,
+        "hash_seed": 0,
+    },
     # Layers named one by one elsewhere in the config.
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
     "gemma3n_text": {
