@@ -150,37 +150,45 @@ def _loss(fields: Fields) -> Verdict:
     model = noisy_model(fields)
     settings: Any = CHUNK
     try:
-        error, where = _loss_error(model, settings)
+        result = _loss_verdict(model, settings)
     except HyperParallelError as refusal:
         if "train.loss.chunk: none" not in str(refusal):
             raise
         settings = "none"
-        error, where = _loss_error(model, settings)
-    if TOLERANCE["float32"] < error < ROUNDING:
-        exact, where = _loss_error(model, settings, exactly=True)
-        if exact <= TOLERANCE["float64"]:
-            return {"verdict": "right", "error": float(f"{exact:.2g}")}
-    result = verdict(error, where)
+        result = _loss_verdict(model, settings)
+        if result["verdict"] == "right":
+            result |= {"verdict": "adapted", "detail": "train.loss.chunk: none, as the refusal says"}
     if result["verdict"] == "wrong":
+        again = _loss_verdict(model, settings, shifted=True)
+        if again["verdict"] == "right":
+            return {**again, "verdict": "adapted", "detail": "its labels are those of the next token"}
         # A loop of the user's own gets the loss that it asks for; a run may refuse to train on another one.
         with tempfile.TemporaryDirectory() as place:
             _trained(Path(place), {"config": fields}, _documents())
-    if settings == "none" and result["verdict"] == "right":
-        result |= {"verdict": "adapted", "detail": "train.loss.chunk: none, as the refusal says"}
     return result
 
 
-def _loss_error(model: nn.Module, chunk: Any, exactly: bool = False) -> tuple[float, str]:
-    """The largest difference, and where it is. `exactly`: in float64, where rounding is next to nothing."""
+def _loss_verdict(model: nn.Module, chunk: Any, shifted: bool = False) -> Verdict:
+    error, where = _loss_error(model, chunk, shifted)
+    if TOLERANCE["float32"] < error < ROUNDING:
+        exact, where = _loss_error(model, chunk, shifted, exactly=True)
+        if exact <= TOLERANCE["float64"]:
+            return {"verdict": "right", "error": float(f"{exact:.2g}")}
+    return verdict(error, where)
+
+
+def _loss_error(model: nn.Module, chunk: Any, shifted: bool, exactly: bool = False) -> tuple[float, str]:
+    """The largest difference, and where it is. `shifted`: the owner is given the labels of the next token, which the
+    decoders of encoder-decoders expect. `exactly`: in float64, where rounding is next to nothing."""
     theirs, ours = without_cache(copy.deepcopy(model)), copy.deepcopy(model)
     ids = draw_ids()
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
     with reference(), float64() if exactly else contextlib.nullcontext():
         if exactly:
             widen(theirs)
-        right = theirs(input_ids=ids, labels=ids).loss
+        right = theirs(input_ids=ids, labels=labels if shifted else ids).loss
         right.backward()
-    labels = ids.roll(-1, 1)
-    labels[:, -1] = -100
     with contextlib.ExitStack() as stack:
         if exactly:
             stack.enter_context(float64())
@@ -224,15 +232,14 @@ def longer_rows(family: str) -> Verdict:
     rope = {**rope, "rope_type": "dynamic", "factor": 2.0}
     if "partial_rotary_factor" in rope:  # a quarter of a small head is too little for the formula
         rope["partial_rotary_factor"] = 1.0
-    return _rows({**fields, "rope_parameters": rope, "max_position_embeddings": LENGTH // 2})
+    return _rows({**fields, "rope_parameters": rope, "max_position_embeddings": LENGTH}, 3 * LENGTH // 2)
 
 
-def _rows(fields: Fields) -> Verdict:
-    ids = draw_ids()
-    # The first row is one document. The second holds two, of which one is long enough for other factors, too: the
-    # ranks of one process follow no branch that only some of them take.
-    long = LENGTH * 3 // 4
-    positions = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH) % long])
+def _rows(fields: Fields, length: int = LENGTH) -> Verdict:
+    ids = draw_ids(ROWS, length)
+    # The first row is one document. The second holds two; where factors follow the longest, the first is long enough.
+    long = LENGTH * 5 // 4 if length > LENGTH else LENGTH * 3 // 4
+    positions = torch.stack([torch.arange(length), torch.arange(length) % long])
     with reference(), torch.no_grad():
         model = noisy_model(fields)
         # A model that has seen a long row keeps its factors for the next ones: each call has a model of its own.
