@@ -44,8 +44,8 @@ Tensors = Mapping[str, Tensor]
 ROWS, LENGTH = 2, 32
 FIRST_ID = 8
 """Ids below it may have a meaning of their own, as padding has."""
-LAST_ID = 120
-"""Below the size of every family's small vocabulary."""
+LAST_ID = FIRST_ID + 94
+"""Each id is a printable character of ASCII; every family's small vocabulary has more."""
 ROUNDING = 1e-2
 """A larger error is no rounding."""
 RANKS_S = 60
@@ -419,7 +419,7 @@ class _Saved:
 
 def _trained(place: Path, model: Mapping[str, Any], documents: list[list[int]]) -> float:
     """Train a model of a run file for an epoch without changing it, in a folder; the mean loss of all tokens."""
-    lines = [json.dumps({"text": " ".join(f"w{word}" for word in ids[:-1])}) for ids in documents]
+    lines = [json.dumps({"text": "".join(map(_character, ids[:-1]))}) for ids in documents]
     (place / "text.jsonl").write_text("\n".join(lines) + "\n")
     data = {
         "train": [str(place / "text.jsonl")],
@@ -454,17 +454,19 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each word ``w8``, ``w9`` …, whose number is its id."""
+    """A byte-level BPE without merges: families that build one of their own class from its vocabulary get the same."""
     import tokenizers
 
-    words = ["<unk>", "<end>", "<pad>", *(f"w{at}" for at in range(3, LAST_ID))]
-    core = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>")
-    )
-    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token="<unk>", eos_token="<end>", pad_token="<pad>"
-    )
+    words = ["<unk>", "<end>", "<pad>", *(f"<{at}>" for at in range(3, FIRST_ID))]
+    words += [_character(at) for at in range(FIRST_ID, LAST_ID)]
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({word: at for at, word in enumerate(words)}, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>")
+
+
+def _character(token: int) -> str:
+    return chr(ord("!") + token - FIRST_ID)
 
 
 def _documents() -> list[list[int]]:
