@@ -11,7 +11,7 @@ import owner
 import owner_comparisons
 import pytest
 import torch
-from owner_comparisons import difference, judged
+from owner_verdicts import NoReferenceError, difference, judged
 
 from hyper_parallel.errors import StrategyError
 
@@ -45,7 +45,7 @@ def test_whatever_a_comparison_raises_is_a_verdict() -> None:
 
     refused = {"verdict": "refused", "detail": "no such axis", "seconds": 0.0}
     assert raises(StrategyError("no\nsuch axis")) == refused
-    assert raises(owner_comparisons.NoReferenceError("none"))["verdict"] == "no reference"
+    assert raises(NoReferenceError("none"))["verdict"] == "no reference"
     assert "KeyError: 'x'" in raises(KeyError("x"))["detail"]
 
 

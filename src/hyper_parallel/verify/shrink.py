@@ -167,7 +167,7 @@ def _auxiliary_losses(default: Fields, small: Fields) -> Fields:
     for key, section in default.items():
         inner = _auxiliary_losses(section, {}) if isinstance(section, dict) else {}
         if inner:
-            on[key] = {**small.get(key, section), **inner}
+            on[key] = {**(small.get(key) or section), **inner}
     return on
 
 
