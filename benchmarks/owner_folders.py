@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from owner_verdicts import (
     FIRST_ID,
     LAST_ID,
@@ -87,13 +86,12 @@ class _Saved:
         documents = draw_documents()
         with reference():
             right = _loss_alone(owner, documents)
-        got = trained_loss(self._place, documents)
+        got, rows = trained_loss(self._place, documents)
         result = verdict(
             abs(got - right) / right, f"the mean loss is {got:.6g}, of documents alone {right:.6g}"
         )
-        chosen = yaml.safe_load((self._place / "out" / "run.yaml").read_text())["data"].get("pack", True)
-        if result["verdict"] == "right" and chosen is False:
-            result |= {"verdict": "adapted", "detail": "the run takes pack: false"}
+        if rows == len(documents) and result["verdict"] == "right":
+            result |= {"verdict": "adapted", "detail": "the run gives each document its own row"}
         return result
 
     def exported(self) -> Verdict:
@@ -137,8 +135,9 @@ def save(model: Any, folder: Path) -> None:
     _tokenizer().save_pretrained(folder)
 
 
-def trained_loss(place: Path, documents: list[list[int]]) -> float:
-    """Train the model of a folder, ``model`` in `place`, for an epoch without changing it; the mean loss of tokens."""
+def trained_loss(place: Path, documents: list[list[int]]) -> tuple[float, int]:
+    """Train the model of a folder, ``model`` in `place`, for an epoch without changing it; the mean loss of tokens,
+    and the number of rows."""
     lines = [json.dumps({"text": "".join(map(_character, ids[:-1]))}) for ids in documents]
     (place / "text.jsonl").write_text("\n".join(lines) + "\n")
     data = {
@@ -162,7 +161,7 @@ def trained_loss(place: Path, documents: list[list[int]]) -> float:
     told = [json.loads(line) for line in (place / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in told if "loss" in line]
     tokens = sum(step["loss_tokens"] for step in steps)
-    return float(sum(step["loss"] * step["loss_tokens"] for step in steps) / tokens)
+    return sum(step["loss"] * step["loss_tokens"] for step in steps) / tokens, len(steps)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
