@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -54,6 +55,8 @@ _MARKS = {
     "traceback": "**crash**",
 }
 _BAD = ("wrong", "traceback")
+_CLASS = re.compile(r"\b[A-Z]\w+(?:ForCausalLM|LMHeadModel|LMHead|ForConditionalGeneration)\b")
+_NUMBER = re.compile(r"(?<![\w-])\d[\d.]*(?:e[+-]?\d+)?\b")
 
 
 def compared(family: str) -> dict[str, Any]:
@@ -148,12 +151,15 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _reasons(rows: Mapping[str, Any], kind: str) -> dict[tuple[str, str], list[str]]:
-    """(comparison, reason) to the families."""
+    """(comparison, reason) to the families. Reasons that differ in a class's name or in numbers are one."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for name in COMPARISONS:
         for family, row in sorted(rows.items()):
             if row.get(name, {}).get("verdict") == kind:
-                reasons.setdefault((name, row[name].get("detail", "")), []).append(family)
+                reason = row[name].get("detail", "")
+                if kind not in _BAD:
+                    reason = _NUMBER.sub("N", _CLASS.sub("the model", reason))
+                reasons.setdefault((name, reason), []).append(family)
     return reasons
 
 

@@ -79,12 +79,15 @@ def test_slices_together_are_every_family() -> None:
 
 def test_the_page_counts_and_gives_each_reason_once() -> None:
     right = {name: {"verdict": "right"} for name in owner.COMPARISONS}
-    lost = {**right, "packing": {"verdict": "refused", "detail": "no"}}
-    rows = {"a": right, "b": lost, "c": lost, "d": {**right, "loss": {"verdict": "wrong", "detail": "off"}}}
+    lost, again = (
+        {**right, "packing": {"verdict": "refused", "detail": f"{name} is off by {error}"}}
+        for name, error in (("LlamaForCausalLM", "0.1"), ("GPT2LMHeadModel", "2e-01"))
+    )
+    rows = {"a": right, "b": lost, "c": again, "d": {**right, "loss": {"verdict": "wrong", "detail": "off"}}}
     result = {"transformers": "5", "of": 9, "counts": owner.counted(rows), "families": rows}
     assert result["counts"]["packing"] == {"right": 2, "refused": 2}
     shown = list(owner.lines(result))
     assert shown[0].startswith("4 of the 9 families of Transformers 5")
-    assert "- packing: b, c: no" in shown
+    assert "- packing: b, c: the model is off by N" in shown
     assert "- loss: d: off" in shown
     assert "| d | **wrong** | ✓ | ✓ | ✓ | ✓ | ✓ |" in shown
