@@ -26,8 +26,6 @@ from campaigns import Rows, in_processes, limited, one_line
 from commandline import run
 from measure import quiet
 from pages import Benchmark
-from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from harness import run_ranks
 from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError
@@ -35,7 +33,7 @@ from hyper_parallel.shard.parallelize import check_tokens
 from hyper_parallel.verify import matrix
 from hyper_parallel.verify.families import has_experts
 from hyper_parallel.verify.run import against_pipeline, against_workers
-from hyper_parallel.verify.shrink import shrunken
+from hyper_parallel.verify.shrink import causal_families, small_fields
 
 LIMIT_S = 180
 """A cell that takes longer hangs."""
@@ -65,23 +63,10 @@ _ARITHMETIC = re.compile(
 _MARKS = {"right": "✓", "arithmetic": "÷", "refused": "–", "WRONG": "**wrong**", "traceback": "**crash**"}
 
 
-def causal_families() -> list[str]:
-    """The families of causal language models that read text alone. A family that is several models in one (a vision
-    tower and a language model) stands here by its language model, which is a family of its own."""
-    parts = {"attn_config", "ffn_config"}  # sections of one model, not models
-    drafting = "_assistant"  # a drafting head, which reads another model's keys and values
-    return [
-        name
-        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if set(CONFIG_MAPPING[name].sub_configs) <= parts and not name.endswith(drafting)
-    ]
-
-
 def attacked(family: str, strategies: Iterable[str] = ()) -> dict[str, Any]:
     """The cells of a family, all of them or under the strategies named, as the result file has them."""
     began = time.monotonic()
-    config = CONFIG_MAPPING[family]()
-    fields = {**shrunken(config), "model_type": family}
+    fields = small_fields(family)
     batch = matrix.draw_batch(fields, ROWS, LENGTH)
     device = "meta"
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PYTEST = "-m pytest -q -p no:cacheprovider -n 2 --dist worksteal --durations=5"
 SLICES = 4
-"""Of the tests that are too long for one shard."""
+"""Of what is too long for one shard."""
 HALVES = 2
 """Of the tests of another version."""
 
@@ -45,6 +45,12 @@ def parts() -> list[Part]:
         for name, minutes, options in (
             ("rest", 8, '--tier rest -m "not matrix"'),
             ("matrix", 8, "-m matrix"),
+        )
+        for piece in range(1, SLICES + 1)
+    ]
+    found += [
+        Part(
+            f"owner-{piece}", 3, (f"{python} benchmarks/owner.py --slice {piece}/{SLICES} --out build/owner",)
         )
         for piece in range(1, SLICES + 1)
     ]

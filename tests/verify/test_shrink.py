@@ -8,7 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hyper_parallel.verify.matrix import build_model
-from hyper_parallel.verify.shrink import HEADS, HIDDEN, VOCABULARY, shrunken
+from hyper_parallel.verify.shrink import HEADS, HIDDEN, VOCABULARY, noisy_model, shrunken, small_fields
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,36 @@ def test_a_model_that_is_built_with_values_has_the_same_ones_each_time() -> None
     first, second = (dict(build_model(fields, "cpu").named_parameters()) for _ in range(2))
     assert all(p.equal(second[name]) for name, p in first.items())
     assert not any(p.is_meta for p in first.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
+        ("jetmoe", {"output_router_logits": True, "aux_loss_coef": 0.5}),
+        ("bamba", {"z_loss_coefficient": 0.5}),
+    ],
+)
+def test_auxiliary_losses_are_switched_on(family: str, fields: dict[str, object]) -> None:
+    small, more = small_fields(family), small_fields(family, auxiliary=True, vocab_size=99)
+    assert {key: value for key, value in more.items() if small.get(key) != value} == {
+        **fields,
+        "vocab_size": 99,
+    }
+
+
+def test_an_auxiliary_loss_in_a_section_leaves_the_rest_of_the_section() -> None:
+    section = small_fields("dbrx")["ffn_config"]
+    assert small_fields("dbrx", auxiliary=True)["ffn_config"] == {**section, "moe_loss_weight": 0.5}
+
+
+def test_no_value_of_a_noisy_model_is_neutral() -> None:
+    model = noisy_model(small_fields("glm4_moe"))
+    bias = "e_score_correction_bias"
+    tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if bias in n}}
+    assert any(bias in name for name in tensors)
+    assert all(tensor.std() > 0.02 for tensor in tensors.values())
+    assert not any(((tensor == 0) | (tensor == 1)).any() for tensor in tensors.values())
+    again = dict(noisy_model(small_fields("glm4_moe")).named_parameters())
+    assert all(parameter.equal(again[name]) for name, parameter in model.named_parameters())

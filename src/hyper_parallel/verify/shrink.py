@@ -1,4 +1,4 @@
-"""Shrinks any Transformers family to test size, with the ratios of its default config.
+"""The causal language models of the installed Transformers, each at test size with the ratios of its default config.
 
 A default config has the sizes of a published model. The name of a key tells what it counts, across families: layers,
 heads, features of a head, other widths, experts, tokens, positions. Heads are reduced to 8 and the hidden size to 64;
@@ -11,6 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.verify.matrix import build_model
 
 Fields = dict[str, Any]
 
@@ -43,6 +48,7 @@ _WIDTH = re.compile(
     r"|d_state|dim_ff|d_ssm)\w*"
 )
 _RATE = re.compile(r"\w*(drop|jitter)\w*")
+_AUXILIARY = re.compile(r"\w*loss_(coef|coefficient|weight)")
 
 _HEADS_OF_MODEL = (
     *("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads", "num_decoder_attention_heads"),
@@ -57,13 +63,18 @@ _HYBRID = {"layers_block_type": ["linear_attention", "linear_attention", "hybrid
 
 EXCEPTIONS: Mapping[str, Fields] = {
     # Sizes that must multiply to others of the config.
-    "bamba": {"mamba_d_head": 8},
     "falcon_h1": {"mamba_d_ssm": 128},
     "mamba2": {"num_heads": 16},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 16, "num_hidden_layers": 4, **_HYBRID},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 16, "kv_channels": 8, "mamba_headdim": 16},
     "longcat_flash": {"qk_head_dim": 16},
-    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48], "num_buckets": 4},
+    # 4 · 8 positions, which every row of a training has; hashes by one seed.
+    "reformer": {
+        "axial_pos_shape": [4, 8],
+        "axial_pos_embds_dim": [16, 48],
+        "num_buckets": 4,
+        "hash_seed": 0,
+    },
     # Layers named one by one elsewhere in the config.
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
     "gemma3n_text": {
@@ -73,6 +84,13 @@ EXCEPTIONS: Mapping[str, Fields] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
     },
+    # Kinds of layers that the default's first ones are not.
+    "bamba": {"mamba_d_head": 8, "attn_layer_indices": [1]},
+    "doge": {"is_moe": True},
+    "flint": {"mlp_only_layers": [0]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     # Values that a default leaves out and the model cannot do without.
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
@@ -102,6 +120,55 @@ EXCEPTIONS: Mapping[str, Fields] = {
     },
 }
 """Exceptions by `model_type` that a key's name does not show, each with the reason."""
+
+
+def causal_families() -> list[str]:
+    """The families of causal language models that read text alone. A family that is several models in one (a vision
+    tower and a language model) stands here by its language model, which is a family of its own."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parts = {"attn_config", "ffn_config"}  # sections of one model, not models
+    drafting = "_assistant"  # a drafting head, which reads another model's keys and values
+    return [
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if set(CONFIG_MAPPING[name].sub_configs) <= parts and not name.endswith(drafting)
+    ]
+
+
+def small_fields(family: str, *, auxiliary: bool = False, **more: Any) -> Fields:
+    """`shrunken` of a family's default config, with its auxiliary losses if they are asked for, and `more`."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family]()
+    fields = {**shrunken(config), "model_type": family}
+    return {**fields, **(_auxiliary_losses(config.to_dict(), fields) if auxiliary else {}), **more}
+
+
+def noisy_model(fields: Fields, spread: float = 0.1) -> nn.Module:
+    """A float32 model with noise on each parameter and learned buffer, so that none is a neutral 0 or 1: what is left
+    out, or taken twice, shows."""
+    model = build_model(fields, "cpu").float()
+    learned = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in learned:
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * spread)
+    return model
+
+
+def _auxiliary_losses(default: Fields, small: Fields) -> Fields:
+    """What switches a config's auxiliary losses on, with coefficients that show, also in its sections."""
+    on: Fields = {key: 0.5 for key in default if _AUXILIARY.fullmatch(str(key))}
+    if "output_router_logits" in default:
+        on["output_router_logits"] = True
+    for key, section in default.items():
+        inner = _auxiliary_losses(section, {}) if isinstance(section, dict) else {}
+        if inner:
+            on[key] = {**(small.get(key) or section), **inner}
+    return on
 
 
 def shrunken(config: Any) -> Fields:
