@@ -90,9 +90,8 @@ class FolderWeights:
         """Say in one line which tensors of the folder the model does not take."""
         if self.unexpected:
             log.warning(
-                "%s: %d tensors are not taken, since the model has no such weights: %s",
+                "%s: not taken, since the model has no such weights: %s",
                 self.folder,
-                len(self.unexpected),
                 _listed(self.unexpected),
             )
 
