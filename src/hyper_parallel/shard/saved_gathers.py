@@ -142,7 +142,7 @@ class GatherBoundaries(SavedGathers):
     def weight(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """As `SavedGathers.weight`."""
 
-        def kept() -> Tensor:
+        def cached_text() -> Tensor:
             self.gathered.append(made := make())
             return made
 

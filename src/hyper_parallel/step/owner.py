@@ -1,4 +1,4 @@
-"""What follows from the owner check for a run: refusals, and whether documents share rows."""
+"""Consequences of the owner check for a run: refusals, and whether documents share rows."""
 
 from __future__ import annotations
 
