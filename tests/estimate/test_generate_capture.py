@@ -46,7 +46,7 @@ def test_three_captures_stand_for_all_passes(name: str, monkeypatch: pytest.Monk
     found: list[Any] = []
     of = generate_capture._Pass.of
 
-    def cached_text(model: nn.Module, strategy: Strategy, rows: int, answers: int) -> Any:
+    def kept(model: nn.Module, strategy: Strategy, rows: int, answers: int) -> Any:
         # Another pass than the three, of the same model.
         if not found:
             found.append((of(model, strategy, 5 * rows, 4 * answers), 5 * rows, 4 * answers))

@@ -91,7 +91,7 @@ def _work(layers: int, fields: Mapping[str, Any], *further: Pass) -> tuple[int, 
             every = (*passes(strategy, None, "cpu"), *further)
             found.append(rewritten_loop(step, strategy.memory.shard, 4, every).body)
 
-        def cached_text() -> None:
+        def kept() -> None:
             read, _ = from_bytes(to_bytes(found[0]), found[0].groups)
             executable(read)
 

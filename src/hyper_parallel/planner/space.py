@@ -339,7 +339,7 @@ class StrategySpace:
             points = points * level.counts(few)[which]
         return points
 
-    def cached_text(self, rows: Columns) -> Iterator[Columns]:
+    def kept(self, rows: Columns) -> Iterator[Columns]:
         """All ways to keep, compute again or move, for each of the rows in turn: what the search does not list."""
         for state, weights in self.levels:
             for moved in self.on_host["activations_on_host"]:

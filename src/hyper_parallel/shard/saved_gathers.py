@@ -142,7 +142,7 @@ class GatherBoundaries(SavedGathers):
     def weight(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """As `SavedGathers.weight`."""
 
-        def cached_text() -> Tensor:
+        def kept() -> Tensor:
             self.gathered.append(made := make())
             return made
 

@@ -41,7 +41,7 @@ def trained(rank: int, world: int, data: dict[str, Any]) -> dict[str, Any]:
     before = actor.logprobs(samples)
     gradients: dict[str, Tensor] = {}
 
-    def cached_text(scale: Any) -> None:
+    def kept(scale: Any) -> None:
         handle = sharded(actor.model)
         for one in handle.parameters():
             assert one.grad is not None
