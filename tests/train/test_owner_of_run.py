@@ -16,6 +16,7 @@ from hyper_parallel.cli.main import main
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.shard.own_terms import OwnTerms
+from hyper_parallel.shard.owner_check import Comparison
 from hyper_parallel.step.build import build, compared_with_owner
 from hyper_parallel.verify import verify_file
 
@@ -112,6 +113,19 @@ def test_rows_that_filling_changes_are_refused(tmp_path: Path) -> None:
             ConfigError, match=r"a document that has its own row, filled up to data\.sequence, depends"
         ):
             build(_run(tmp_path, doge, data={"pack": pack}))
+
+
+def test_documents_share_no_row_where_nothing_could_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = Comparison("not applicable", "no copy of it runs")
+    monkeypatch.setattr(
+        "hyper_parallel.step.owner.verdicts", lambda model, kinds, *_, **__: dict.fromkeys(kinds, unknown)
+    )
+    assert not build(_run(tmp_path)).text.train.several
+    with pytest.raises(ConfigError, match=r"could not be checked: no copy of it runs; set data\.pack: false"):
+        build(_run(tmp_path, data={"pack": True}))
+    assert build(_run(tmp_path, data={"pack": True}, strategy={"check": False})).text.train.several
 
 
 class _Standardized(nn.Module):

@@ -46,6 +46,11 @@ def positions_known(position_ids: Tensor | None) -> Iterator[None]:
         _positions.reset(token)
 
 
+def known_positions() -> Tensor | None:
+    """The positions of `positions_known`; None outside."""
+    return _positions.get()
+
+
 def find_positions_in_masks(model: nn.Module) -> None:
     """Let the mask functions that the model's code calls find `positions_known`. Elsewhere nothing changes."""
     if not is_transformers(model):
@@ -78,11 +83,10 @@ def _finding(create: Callable[..., Any]) -> Callable[..., Any]:
         if cached or embeds is None or embeds.size(0) != positions.size(0):
             return create(*args, **kwargs)
         # Of split rows (`shard.context.mask`) only the number of positions is looked at.
-        positions = positions[:, : embeds.size(1)]
         if given.get("attention_mask") is not None:
-            _hide_other_documents(given, positions)
+            _hide_other_documents(given, positions[:, : embeds.size(1)])
         elif given.get("position_ids") is None:
-            given["position_ids"] = positions
+            given["position_ids"] = positions[:, : embeds.size(1)]
         return create(*bound.args, **bound.kwargs)
 
     return found

@@ -1,4 +1,4 @@
-"""What follows from the owner check for a run: refusals, and whether documents share rows."""
+"""Consequences of the owner check for a run: refusals, and whether documents share rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def against_owner(
         return Prepared(config, model, text, found)
     _refuse(config, model, found)
     packing, name = found.get("packing"), type(without_adapters(model)).__name__
-    if packing is not None and packing.right:
+    if packing is not None and packing.verdict == "right":
         return Prepared(config, model, text, found)
     if is_transformers(model) and not found["padding"].right:
         raise ConfigError(
@@ -72,12 +72,34 @@ def against_owner(
         )
     if packing is None:
         return Prepared(config, model, text, found)
+    if packing.verdict == "not applicable":
+        return _unknown(config, model, text, found, load)
     reason = f"documents that share a row would depend on each other in {name}"
     if config.data.pack:
         raise ConfigError(f"data.pack: {reason} ({packing.detail}); set data.pack: false ({SKIP})")
     log.warning("%s, so each has its own row (data.pack: false)", reason)
     data = config.data.model_copy(update={"pack": False})
     config = config.model_copy(update={"data": data})
+    return Prepared(config, model, load(config), found)
+
+
+def _unknown(
+    config: RunConfig,
+    model: nn.Module,
+    text: TrainingData,
+    found: Verdicts,
+    load: Callable[[RunConfig], TrainingData],
+) -> Prepared:
+    """A run whose documents may depend on each other in a row, since nothing could be compared."""
+    name, why = type(without_adapters(model)).__name__, found["packing"].detail
+    reason = f"whether documents that share a row stay apart in {name} could not be checked: {why}"
+    if config.data.pack and is_transformers(model):
+        raise ConfigError(f"data.pack: {reason}; set data.pack: false ({SKIP})")
+    if config.data.pack:
+        log.warning("%s", reason)
+        return Prepared(config, model, text, found)
+    log.warning("%s; each has its own row (data.pack: false)", reason)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"pack": False})})
     return Prepared(config, model, load(config), found)
 
 

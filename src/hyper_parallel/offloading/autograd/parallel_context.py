@@ -1,7 +1,7 @@
 """Context of a parallelized model's passes: loss request, dropout counters, saved gathers, expert loads.
 
 A forward pass of a parallelized model reads a context: the requested loss (`causal_lm_loss`), the step and rows of its
-random numbers, whether rows hold several documents, and what earlier micro-batches of the step saved. These are further
+random numbers, the documents of the rows, and what earlier micro-batches of the step saved. These are further
 arguments of the captured graph. What the pass writes to the context (weights and gradients for later micro-batches,
 each expert's load) are further results, which are stored in the context after the backward pass.
 """
@@ -24,6 +24,7 @@ from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.activation_checkpointing import recomputed_modules
 from hyper_parallel.shard.dropout import Draw
 from hyper_parallel.shard.loss.root import Request, root_of
+from hyper_parallel.shard.packed_documents import known_positions, positions_known
 from hyper_parallel.shard.saved_gathers import SavedGathers, SavedItem, SavedKind
 
 
@@ -49,6 +50,7 @@ class Around:
         return {
             "loss": self._loss(),
             "draw": _draw(),
+            "positions": known_positions(),
             # The graph follows it by itself; to calls it says which are of one kind.
             "documents": current_step().documents,
             "kept": self._what_is_kept(),
@@ -89,6 +91,7 @@ class Around:
             context = replace(context, gathers=self._kept)
         with contextlib.ExitStack() as stack:
             stack.enter_context(context.installed())
+            stack.enter_context(positions_known(given["positions"]))
             if given["loss"] is not None:
                 assert self._root is not None
                 stack.enter_context(self._root.requested(Request(*given["loss"])))

@@ -45,7 +45,7 @@ def verdicts(
 
     def found() -> dict[str, Any]:
         digest = result_cache.digest(model, ALONE, None)
-        texts = {kind: result_cache.kept(_key(digest, kind, vocabulary)) for kind in kinds}
+        texts = {kind: result_cache.cached_text(_key(digest, kind, vocabulary)) for kind in kinds}
         missing = tuple(kind for kind, text in texts.items() if text is None)
         if missing:
             begun = time.perf_counter()
@@ -125,7 +125,7 @@ def check_rows_of_call(
 
     def found() -> dict[str, Any]:
         key = f"{result_cache.digest(original, ALONE, call)}-rows-{count}"
-        text = result_cache.kept(key)
+        text = result_cache.cached_text(key)
         if text is None:
             one = compare_rows(original, call, count)
             text = json.dumps(vars(one))

@@ -107,7 +107,8 @@ def reduce(model: nn.Module, plan: Plan, strategy: Strategy) -> Iterator[Reduced
     """Copies that serve, the smallest first. What cannot be built is left out."""
     prefix = distinct_prefix(model)
     for factor in _factors(model, prefix):
-        template = _copy(model, prefix, factor)
+        # A config may describe its layers in ways that fewer of them do not fit (Zamba).
+        template = _copy(model, prefix, factor) or _copy(model, 0, factor)
         if template is None:
             continue
         for small in reduced_strategies(strategy):

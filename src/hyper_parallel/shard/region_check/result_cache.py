@@ -77,7 +77,7 @@ def passed(key: str) -> bool:
     return key in _known or (_folder() / key).is_file()
 
 
-def kept(key: str) -> str | None:
+def cached_text(key: str) -> str | None:
     """The text that was kept of a check, by this process or another."""
     if key not in _known:
         try:
