@@ -22,6 +22,19 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+@pytest.fixture(scope="session")
+def half_attention() -> None:
+    """Skip where PyTorch's attention does not compute in bfloat16: under an ATEN_CPU_CAPABILITY without AVX-512 it
+    asks the processor, which has it, and then the kernels, which have not."""
+    import torch
+
+    query = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16)
+    try:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    except RuntimeError as error:
+        pytest.skip(f"PyTorch's attention in bfloat16: {error}")
+
+
 @pytest.fixture(autouse=True)
 def logs_stay_on() -> Iterator[None]:
     """A test that turns log messages off for good is itself at fault, not the later one that misses a message."""

@@ -16,7 +16,7 @@ from hyper_parallel.workload import Work
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, list[str]]:
+def measured(half_attention: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, list[str]]:
     said: list[str] = []
     folder = tmp_path_factory.mktemp("flash")
     cluster = calibrate(Settings(workers=2, level="tiny", device="cpu", folder=folder), said.append)

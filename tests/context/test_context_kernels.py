@@ -79,6 +79,7 @@ def test_a_query_that_sees_nothing_gets_nothing_and_gives_nothing(arithmetic: st
     assert not any(x.isnan().any() for x in (dq, dk, dv))
 
 
+@pytest.mark.usefixtures("half_attention")
 def test_half_precision_is_merged_in_fp32(arithmetic: str) -> None:
     q, k, v = (draw(1, 2, 64, 16, dtype=torch.bfloat16) for _ in range(3))
     out, lse = attend(q, k, v, None, True, 0.25)

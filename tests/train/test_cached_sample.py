@@ -121,7 +121,9 @@ def _rank(rank: int, world: int, family: str, axes: dict[str, int], compute: str
         ("llama", {"shard": 2}, "bfloat16"),
     ],
 )
-def test_spread(family: str, axes: dict[str, int], compute: str) -> None:
+def test_spread(family: str, axes: dict[str, int], compute: str, request: pytest.FixtureRequest) -> None:
+    if compute == "bfloat16":
+        request.getfixturevalue("half_attention")
     found = run_ranks(_rank, 2, family, axes, compute)
     assert found[0] == found[1]
     if compute == "float32":

