@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenization import draw_text
+from tokenizers import Regex, pre_tokenizers
 
 from harness.tokenizer_kinds import KINDS
 from hyper_parallel.data import long_text
@@ -14,6 +16,52 @@ from hyper_parallel.data.tokenizer import Tokenizer
 from hyper_parallel.errors import DataError
 
 NAMES = ("byte-level, no bos", "language before", "bos twice", "NFC")
+
+
+@pytest.mark.parametrize("expression", long_text._EXPRESSIONS)
+def test_windows_of_newer_expressions_have_the_words_of_the_whole_text(expression: str) -> None:
+    core = KINDS["byte-level, no bos"]().core
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(expression), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    assert long_text.provable(core)
+    parts = (
+        "\n",
+        "  ",
+        " \r\n ",
+        "\t",
+        "we'LL",
+        "X's",
+        "Fo",
+        " the",
+        " an",
+        "1234567",
+        "é",
+        "!?",
+        "/",
+        "中文",
+        " ",
+    )
+    lengths: list[int] = []
+
+    def encode(text: str) -> Any:
+        """As if each word were a token, which shows more than ids."""
+        lengths.append(len(text))
+        words, spans = zip(*core.pre_tokenizer.pre_tokenize_str(text), strict=True)
+        return SimpleNamespace(ids=list(words), offsets=spans, word_ids=range(len(words)))
+
+    cut = 0
+    for number in range(300):
+        draw = random.Random(number)
+        text = "".join(draw.choice(parts) * draw.choice((1, 1, 1, 3, 40)) for _ in range(200))
+        words = encode(text).ids
+        lengths.clear()
+        assert long_text.ids_by_windows(encode, text, 90, 30) == words
+        cut += max(lengths) < len(text)
+    assert cut > 250
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,9 +5,11 @@ expression of GPT-2 (Radford et al. 2019), and encodes each word by itself:
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-Where a word begins, nothing depends on what was before, since the expression does not look behind; and where it ends is
-decided by the run of characters that it ends with and the two characters behind that run. So a window may begin where
-any word of the window before begins, its last one apart, and the words are those of the whole text.
+or by a newer one of the same make (Llama 3, Qwen 2, GPT-4o). Where a word begins, nothing depends on what was before,
+since the expression does not look behind; and where it ends is decided by the runs of letters, digits, signs and white
+space that it reaches, and by three characters behind them. A run that a window cuts is its last word, or its last two
+where it is white space with line breaks. So a window may begin where any word of the window before begins, its last one
+and `MARGIN` apart, and the words are those of the whole text.
 
 Three things look further and are excluded: normalizers (NFC apart, of a text that is in that form: so is each part of
 it, Unicode Standard Annex #15, section 1.3), added tokens that depend on what stands beside them, and spaces put before
@@ -30,22 +32,47 @@ MARGIN = 2**10
 """Characters at the end of a window that are encoded again: there the name of an added token may be cut."""
 _BYTES_A_CHARACTER = 200
 
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_EXPRESSIONS = (
+    # Llama 3 and Qwen 2.
+    rf"{_CONTRACTIONS}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    rf"{_CONTRACTIONS}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    # GPT-4o and gpt-oss.
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+)
+
 
 def provable(backend: Any) -> bool:
     """Whether the ids of windows are those of the whole text, for a tokenizer of the library `tokenizers`."""
     state = json.loads(backend.to_str())
-    normalizer, splitter, model = state["normalizer"], state["pre_tokenizer"] or {}, state["model"]
+    normalizer, model = state["normalizer"], state["model"]
     return (
         (normalizer is None or normalizer["type"] == "NFC")
-        and splitter.get("type") == "ByteLevel"
-        and bool(splitter["use_regex"])
-        and not splitter["add_prefix_space"]
+        and _splits_by_runs(state["pre_tokenizer"] or {})
         and model["type"] == "BPE"
         and not model.get("dropout")
         and not any(
             token["lstrip"] or token["rstrip"] or token["single_word"] or len(token["content"]) > MARGIN // 4
             for token in state["added_tokens"]
         )
+    )
+
+
+def _splits_by_runs(splitter: dict[str, Any]) -> bool:
+    """Whether a text is split into words by one of the expressions above, and changed in no other way."""
+    steps = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
+    *before, last = steps
+    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        return False
+    if not before:
+        return bool(last["use_regex"])
+    return not last["use_regex"] and before in (
+        [{"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}]
+        for expression in _EXPRESSIONS
     )
 
 
