@@ -147,10 +147,12 @@ def _outcome(cell: Any) -> dict[str, Any]:
     return {"outcome": "right" if report.ok else "WRONG", "error": float(f"{worst:.2g}"), "detail": detail}
 
 
-def _checked(fields: Mapping[str, Any], strategy: Mapping[str, Any], device: str) -> dict[str, Any] | None:
+def _checked(
+    fields: Mapping[str, Any], strategy: Mapping[str, Any], device: str, rows: int = ROWS
+) -> dict[str, Any] | None:
     """What the check before training says of a cell that is wrong, which simulated ranks go without; None when it lets
     the strategy pass."""
-    declared = matrix.family_config(fields, strategy, {"batch": ROWS}, LENGTH).strategy
+    declared = matrix.family_config(fields, strategy, {"batch": rows}, LENGTH).strategy
     try:
         check_tokens(matrix.build_model(fields, device), declared, fields["vocab_size"])
     except HyperParallelError as refusal:

@@ -11,6 +11,7 @@ from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device
 from hyper_parallel.verify.report import compare
 from hyper_parallel.verify.run import step_of
+from hyper_parallel.verify.shrink import small_fields
 
 CONTEXT_TENSOR = {"axes": {"context": 2, "tensor_x": 2}}
 PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,15 +41,18 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3-moe",
         {"axes": {"context": 2, "tensor_x": 2, "tensor_y": 2, "expert": 8}},
     ),
+    # Its layers share weights with each other.
+    "shard 2": ("zamba", {"axes": {"shard": 2}}),
 }
 
 
 def _step(rank: int, world: int, name: str) -> list[str]:
     family, strategy = PRODUCTS[name]
-    config = family_config(FAMILIES[family], strategy)
+    fields = FAMILIES.get(family) or small_fields(family)
+    config = family_config(fields, strategy)
     batch = draw_batch({"vocab_size": 131})
-    one = one_device(FAMILIES[family], {}, batch)
-    many = step_of(build_model(FAMILIES[family]), config, config.strategy, batch, "fsdp", one.gradients)
+    one = one_device(fields, {}, batch)
+    many = step_of(build_model(fields), config, config.strategy, batch, "fsdp", one.gradients)
     return compare(one, many, name, "gloo", "float32").failures
 
 

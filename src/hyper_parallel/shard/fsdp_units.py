@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -17,7 +18,8 @@ def separately_gathered(model: nn.Module, plan: Plan, dtypes: Mapping[str, torch
     """Module name to the axis of its storage, of the modules that FSDP2 gathers each by itself; inner ones first.
 
     They are the decoder layers, and inside and outside of these the modules whose weights are stored over other axes
-    or computed with in another dtype than the model's. What is left goes with the model's root.
+    or computed with in another dtype than the model's. What is left goes with the model's root; so does a layer that
+    shares a weight with modules outside of it (Zamba), since FSDP2 keeps a weight one only inside of a group.
     """
     plans = {id(p): plan.parameters[name] for name, p in model.named_parameters()}
     found: dict[str, str] = {}
@@ -27,8 +29,11 @@ def separately_gathered(model: nn.Module, plan: Plan, dtypes: Mapping[str, torch
             assert len(storages) == 1, f"{name} has weights stored over {storages}"
             found[name] = storages.pop()
     if plan.layers is not None:
-        for index, _ in model.get_submodule(plan.layers).named_children():
-            found.setdefault(f"{plan.layers}.{index}", plan.mesh.storage)
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        for index, layer in model.get_submodule(plan.layers).named_children():
+            inside = Counter(id(p) for _, p in layer.named_parameters(remove_duplicate=False))
+            if all(uses[parameter] == count for parameter, count in inside.items()):
+                found.setdefault(f"{plan.layers}.{index}", plan.mesh.storage)
     return found
 
 
