@@ -286,13 +286,12 @@ def _packing(subject: _Subject) -> Comparison:
 
 
 def _padding(subject: _Subject) -> Comparison:
-    """A document that is filled up to the length of a row against the document alone."""
+    """A document that is filled up to the length of a row against the document alone, whatever fills it."""
 
     def both(precise: bool) -> tuple[Outcome, Outcome]:
         ids, document = subject.ids(1), DOCUMENTS[0]
-        filled = torch.cat([ids[:, :document], ids[:, :1].expand(1, LENGTH - document)], 1)
         alone = _logits(subject.ours(precise=precise), ids[:, :document], None)
-        padded = _logits(subject.ours(precise=precise), filled, _positions([0]))
+        padded = _logits(subject.ours(precise=precise), ids, _positions([0]))
         return _of_logits({"a document": alone}), _of_logits({"a document": padded[:, :document]})
 
     return decided(both)
