@@ -151,12 +151,12 @@ def attacked(seed: int, number: int) -> dict[str, Any]:
                 "outcome": "refused",
                 "detail": f"the {kind} differs: {report[kind].detail}"[:300],
             }
-    error, name = difference(one.gradients, gradients)
-    if error > TOLERANCE:
+    off_by, name = difference(one.gradients, gradients)
+    if off_by > TOLERANCE:
         return {
             **cell,
             "outcome": "WRONG",
-            "detail": f"on one device the gradient of {name} is off by {error:.1e}",
+            "detail": f"on one device the gradient of {name} is off by {off_by:.1e}",
         }
     made = _outcome(functools.partial(_step, fields, strategy, batch, one, rows, length))
     if made["outcome"] in ("WRONG", "traceback"):
