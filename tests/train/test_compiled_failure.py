@@ -101,9 +101,9 @@ def test_a_step_that_has_changed_a_buffer_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_batch: int
 ) -> None:
     monkeypatch.setattr(graph_cache, "compiled", _stand_in(lambda at, count, calls: at == count - 1))
+    # Its counter makes each micro-batch depend on those before.
+    sections = {"train": {"micro_batch": micro_batch}, "strategy": {"check": False}}
     with pytest.raises(CompileError, match=r"changed .*calls by then .* train\.compile=false") as raised:
-        # Its counter makes each micro-batch depend on those before.
-        sections = {"train": {"micro_batch": micro_batch}, "strategy": {"check": False}}
         _both(tmp_path, sections, _CountsFirst)
     assert "\n" not in str(raised.value)
 
