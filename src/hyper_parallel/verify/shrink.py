@@ -48,6 +48,8 @@ _WIDTH = re.compile(
     r"|d_state|dim_ff|d_ssm)\w*"
 )
 _RATE = re.compile(r"\w*(drop|jitter)\w*")
+_DECAY = re.compile(r".*\.(slope_rate|(query|key|diagonal)_decay)")
+"""Buffers of linear attention that follow from its number of heads; with noise on its zeros, MiniMax is not causal."""
 _AUXILIARY = re.compile(r"\w*loss_(coef|coefficient|weight)")
 
 _HEADS_OF_MODEL = (
@@ -150,7 +152,11 @@ def noisy_model(fields: Fields, spread: float = 0.1) -> nn.Module:
     """A float32 model with noise on each parameter and learned buffer, so that none is a neutral 0 or 1: what is left
     out, or taken twice, shows."""
     model = build_model(fields, "cpu").float()
-    learned = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    learned = {
+        name
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and not _DECAY.fullmatch(name)
+    }
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
