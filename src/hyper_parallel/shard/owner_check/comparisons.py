@@ -34,8 +34,10 @@ LENGTH = 24
 """Positions of a row."""
 SHORT = 4
 """Positions of the rows whose positions are far apart: fewer than any table of factors is made for."""
-DOCUMENTS = (7, 11, 6)
-"""Positions of the documents of a packed row."""
+DOCUMENTS = (2, 20, 2)
+"""Positions of the documents of a packed row. One has far more than `KEYS`."""
+KEYS = 8
+"""Keys that sparse attention (DeepSeek's) chooses at most: fewer than positions, so that it does choose."""
 TAUGHT = 10
 """Positions of a row whose gradients are compared: a backward pass through many experts takes long, each time that a
 token chooses another one."""
@@ -111,7 +113,7 @@ def compare(
         with quiet():
             reason = "no copy of it is small enough"
             for small in reduce(model, make_plan(model, ALONE), ALONE):
-                template = without_dropout(small.model)
+                template = with_few_keys(without_dropout(small.model))
                 subject = _Subject(
                     template, spread or on_simulated_ranks, min(size, vocabulary_of(template) or size)
                 )
@@ -180,6 +182,15 @@ def without_dropout(model: nn.Module) -> nn.Module:
     for holder in holders:
         rates = {key: 0.0 for key, value in vars(holder).items() if _is_rate(holder, key, value)}
         vars(holder).update(rates)
+    return model
+
+
+def with_few_keys(model: nn.Module) -> nn.Module:
+    """The model whose sparse attention chooses at most `KEYS` keys; of rows this short it would choose all."""
+    for module in model.modules():
+        keys = getattr(module, "index_topk", None)
+        if isinstance(keys, int):
+            vars(module).update(index_topk=min(keys, KEYS))
     return model
 
 
