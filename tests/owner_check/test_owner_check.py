@@ -147,5 +147,7 @@ def test_positions_begin_where_the_models_own_do() -> None:
 
 def test_sparse_attention_chooses_among_the_keys_of_a_row() -> None:
     fields = {**small_fields("glm_moe_dsa"), "index_topk": 2048}
-    found = compare(build_model(fields), kinds=("packing",))
+    assert compare(build_model(fields), kinds=("packing",))["packing"].verdict == "right"
+    # With so few heads many keys have a score of 0, and which of them are chosen depends on the row's length.
+    found = compare(build_model({**fields, "index_n_heads": 4}), kinds=("packing",))
     assert found["packing"].verdict == "differs"

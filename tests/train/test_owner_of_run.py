@@ -119,13 +119,19 @@ def test_documents_share_no_row_where_nothing_could_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = Comparison("not applicable", "no copy of it runs")
+    found = {"packing": unknown}
     monkeypatch.setattr(
-        "hyper_parallel.step.owner.verdicts", lambda model, kinds, *_, **__: dict.fromkeys(kinds, unknown)
+        "hyper_parallel.step.owner.verdicts",
+        lambda model, kinds, *_, **__: {kind: found.get(kind, Comparison("right")) for kind in kinds},
     )
     assert not build(_run(tmp_path)).text.train.several
     with pytest.raises(ConfigError, match=r"could not be checked: no copy of it runs; set data\.pack: false"):
         build(_run(tmp_path, data={"pack": True}))
     assert build(_run(tmp_path, data={"pack": True}, strategy={"check": False})).text.train.several
+    found["padding"] = unknown
+    for pack in (None, False, True):
+        with pytest.raises(ConfigError, match=r"as its owner does could not be checked: no copy of it runs"):
+            build(_run(tmp_path, data={"pack": pack}))
 
 
 class _Standardized(nn.Module):

@@ -212,6 +212,15 @@ def test_one_device_has_nothing_to_compare(run_file: dict[str, Any]) -> None:
         verify_file(config_of(run_file, strategy={}))
 
 
+def test_one_device_is_compared_with_the_models_own_code(
+    run_file: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({**run_file, "strategy": {}}))
+    main(["verify", str(path)])
+    assert "the model's own code: loss right · rows right" in capsys.readouterr().out
+
+
 def test_real_workers_from_the_command_line(
     run_file: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

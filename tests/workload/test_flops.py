@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.verify.shrink import small_fields
 from hyper_parallel.workload import Flops, flops_of_config, flops_of_model, mfu
 
 CONFIGS = {
@@ -85,3 +86,11 @@ def test_of_experts_those_count_that_a_token_goes_through() -> None:
         model = MixtralForCausalLM(MixtralConfig(**sizes))
     attention, router, expert = 4 * 8 * 8, 4 * 8, 3 * 8 * 16
     assert flops_of_model(model).matmul_parameters == 2 * (attention + router + 2 * expert) + 8 * 32
+
+
+@pytest.mark.parametrize(("family", "attending"), [("rwkv", 0), ("xlstm", 0), ("longcat_flash", 4)])
+def test_layers_that_a_config_names_otherwise(family: str, attending: int) -> None:
+    fields = small_fields(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    assert len(flops_of_model(model).windows) == attending

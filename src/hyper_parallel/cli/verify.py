@@ -45,8 +45,8 @@ def verify(
     The command runs one optimizer step twice, on one device and under the strategy, with the same weights and text,
     and compares the loss, the gradient norm and every parameter's gradient and updated value; a table shows the
     worst. A line says what the owner check found: whether one device computes the loss, the rows and the packed
-    documents of the model's own code. Only real workers write files: their logs and the report, to the file's 'out'
-    folder.
+    documents of the model's own code; for a strategy of one device it is all there is to say. Only real workers write
+    files: their logs and the report, to the file's 'out' folder.
 
     \b
     Examples:
@@ -80,9 +80,17 @@ def verify(
     # Only now, because these need torch.
     from hyper_parallel.report.table import terminal_width
     from hyper_parallel.report.waiting import announcing, waiting
-    from hyper_parallel.verify import verify_file
+    from hyper_parallel.verify import verify_file, verify_one_device
 
     screen = sys.stderr if sys.stderr.isatty() else None
+    _ = run.effective_strategy  # refuses axes that are open
+    if run.strategy.axes.world == 1:
+        with announcing(screen), waiting("a comparison with the model's own code"):
+            owner = verify_one_device(run)
+        click.echo(
+            json.dumps({"owner": owner}) if as_json else f"one device against the model's own code: {owner}"
+        )
+        return
     with announcing(screen), waiting("a step on one device, and one under the strategy"):
         report = verify_file(run, driver)
     click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table(width=terminal_width()))

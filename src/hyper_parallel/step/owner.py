@@ -65,10 +65,16 @@ def against_owner(
     packing, name = found.get("packing"), type(without_adapters(model)).__name__
     if packing is not None and packing.verdict == "right":
         return Prepared(config, model, text, found)
-    if is_transformers(model) and not found["padding"].right:
+    padding = found["padding"]
+    if is_transformers(model) and padding.verdict == "differs":
         raise ConfigError(
             f"a document that has its own row, filled up to data.sequence, depends in {name} on what fills it "
-            f"({found['padding'].detail}), so that rows cannot be made of documents of different lengths ({SKIP})"
+            f"({padding.detail}), so that rows cannot be made of documents of different lengths ({SKIP})"
+        )
+    if is_transformers(model) and padding.verdict == "not applicable":
+        raise ConfigError(
+            f"whether {name} computes rows of documents as its owner does could not be checked: {padding.detail} "
+            f"({SKIP})"
         )
     if packing is None:
         return Prepared(config, model, text, found)

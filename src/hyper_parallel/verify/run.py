@@ -53,8 +53,7 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
         raise StrategyError(
             "the strategy is that of one device: there is nothing to compare; set strategy.axes"
         )
-    prepared = compared_with_owner(config, always=True)
-    owner = " · ".join(f"{kind} {verdict}" for kind, verdict in prepared.verdicts.items())
+    prepared, owner = _with_owner(config)
     config = _reduced(prepared.config)
     wide = _in_full_precision(config)
     said = "" if wide is config else ", in float32: rounded otherwise, tokens would choose other experts"
@@ -74,6 +73,17 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
         raise WorkersFailedError(code, config.out)
     report = Report.from_json(json.loads((Path(config.out) / RESULT).read_text()))
     return replace(report, driver=report.driver + said, owner=owner)
+
+
+def verify_one_device(config: RunConfig) -> str:
+    """What the owner check finds for a run, in words. Raises what a run with this file would raise."""
+    _ = config.effective_strategy  # refuses axes that are open
+    return _with_owner(config)[1] or "nothing was compared: it reads images or sound"
+
+
+def _with_owner(config: RunConfig) -> tuple[Prepared, str]:
+    prepared = compared_with_owner(config, always=True)
+    return prepared, " · ".join(f"{kind} {verdict}" for kind, verdict in prepared.verdicts.items())
 
 
 def worker_main(config: RunConfig, worker: Worker) -> None:

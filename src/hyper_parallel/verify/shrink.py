@@ -26,6 +26,9 @@ _LAYERS = re.compile(
     r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|num_blocks|num_layers_per_stack"
 )
 _STATE_HEADS = re.compile(r"mamba_n_heads|mamba_num_heads")
+_INDEX_HEADS = re.compile(r"index_n_heads")
+"""Of sparse attention (DeepSeek's). A key whose score is 0 in every one of them ties with others like it, and which of
+them are chosen follows from the length of the row: of 4 heads that is every sixteenth key, of 16 none."""
 _KV = re.compile(r"\w*(key_value_heads|kv_heads)")
 _HEADS = re.compile(r"\w*(attention_heads|num_heads|n_heads?|num_query_groups)")
 _HEAD = re.compile(r"\w*(head_dim|d_head|dim_head|kv_channels|head_size|rotary_dim)")
@@ -210,6 +213,7 @@ def _small(key: str, value: Any, hidden: int, heads: int, layers: int, kept: lis
     known = {
         _LAYERS: len(kept),
         _STATE_HEADS: 2 * HIDDEN // HEAD,
+        _INDEX_HEADS: min(value, 16),
         _KV: max(1, round(HEADS * value / heads)),
         _HEADS: max(1, round(HEADS * value / heads)),
         _HEAD: min(value, HEAD),

@@ -97,9 +97,9 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
     if config is None:
         own: Any = getattr(model, "config", None)
         if hasattr(own, "to_dict"):
-            # Many families keep sizes under names of their own, to which the class maps the common ones.
-            aliases = getattr(own, "attribute_map", {})
-            config = {alias: getattr(own, name, None) for alias, name in aliases.items()} | own.to_dict()
+            # Many families keep sizes under names of their own; the config object knows the common ones, too.
+            common = {*getattr(own, "attribute_map", {}), "num_hidden_layers"}
+            config = {key: getattr(own, key, None) for key in common} | own.to_dict()
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     chosen = _experts_chosen(config)
     multiplied: dict[tuple[int, str], float] = {}
@@ -125,7 +125,7 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
 def _attention_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The windows of the layers that have attention; recurrences of other token mixers are not counted."""
     kinds = hybrids.kinds(config, int(config.get("num_hidden_layers") or 0))
-    if str(config.get("model_type")) in hybrids.ALONE:
+    if str(config.get("model_type")) in hybrids.ALONE | hybrids.UNDESCRIBED:
         return ()
     layers = len(kinds) if kinds else _field(config, "num_hidden_layers", "n_layer")
     windows = _windows({**config, "layer_types": kinds} if kinds else config, layers)

@@ -40,7 +40,8 @@ _GATED_HEADS = frozenset(("bailing_hybrid",))
 """Families with a gate for each head of attention's result, and full-rank gates of their delta rule."""
 _GATED_SHARED = _GATED_ATTENTION
 """Families with a gate of one column on their shared experts."""
-_UNDESCRIBED = frozenset(("rwkv", "xlstm"))
+UNDESCRIBED = frozenset(("rwkv", "xlstm"))
+"""Families whose layers are mixers of a kind that no formula here describes."""
 _SHARED_WEIGHTS = ("num_mem_blocks", "hybrid_layer_ids")
 
 
@@ -84,7 +85,7 @@ def layer_mix(config: Config, name: str, layers: int, hidden: int) -> LayerMix |
     """
     family = str(config.get("model_type", ""))
     found = kinds(config, layers)
-    if family in _UNDESCRIBED:
+    if family in UNDESCRIBED:
         raise ConfigError(
             f"the model {name!r} mixes tokens in a way that no formula here describes ({family}); give a model of "
             "attention, Mamba, delta rules, linear attention or short convolutions"

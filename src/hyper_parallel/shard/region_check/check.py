@@ -296,10 +296,12 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 
 def _is_causal(core: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     name = next(
         (c.__name__ for c in type(core).__mro__ if c.__module__.startswith("transformers.models")), ""
     )
-    return (
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or (
         name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
         and core.get_output_embeddings() is not None
     )
