@@ -19,6 +19,7 @@ from hyper_parallel.shard.own_terms import OwnTerms
 from hyper_parallel.shard.owner_check import Comparison
 from hyper_parallel.step.build import build, compared_with_owner
 from hyper_parallel.verify import verify_file
+from hyper_parallel.verify.shrink import small_fields
 
 MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4, "expand": 2}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -113,6 +114,13 @@ def test_rows_that_filling_changes_are_refused(tmp_path: Path) -> None:
             ConfigError, match=r"a document that has its own row, filled up to data\.sequence, depends"
         ):
             build(_run(tmp_path, doge, data={"pack": pack}))
+
+
+def test_a_table_of_positions_that_begins_with_unused_rows_is_that_much_shorter(tmp_path: Path) -> None:
+    roberta = small_fields("roberta", vocab_size=300, pad_token_id=1, max_position_embeddings=34)
+    assert build(_run(tmp_path, roberta, data={"sequence": 32}))
+    with pytest.raises(ConfigError, match=r"data\.sequence is 33, but the model has 32 positions"):
+        build(_run(tmp_path, roberta, data={"sequence": 33}))
 
 
 def test_documents_share_no_row_where_nothing_could_be_compared(

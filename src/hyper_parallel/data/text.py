@@ -125,8 +125,8 @@ class TextData:
 
 
 def check_positions(config: DataConfig, positions: int | None) -> None:
-    """Raise ConfigError for rows longer than the model's `positions`; None is no limit."""
-    if positions is not None and config.sequence > positions:
+    """Raise ConfigError for rows longer than the model's `positions`; None and XLNet's -1 are no limit."""
+    if positions is not None and 0 < positions < config.sequence:
         raise ConfigError(
             f"data.sequence is {config.sequence}, but the model has {positions} positions; "
             "lower data.sequence or choose a model with more positions"

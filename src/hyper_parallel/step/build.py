@@ -18,11 +18,13 @@ from hyper_parallel.config import ModelConfig, RunConfig
 from hyper_parallel.config.model import read_config
 from hyper_parallel.data import MultimodalData, Tokenizer, TrainingData, load_data
 from hyper_parallel.data.export_assets import generation_config
+from hyper_parallel.data.text import check_positions
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.runtime.parameter_paging import lend
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.folder_weights import has_untied_weights
+from hyper_parallel.shard.loss.forward import first_position
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.rules import has_encoder
@@ -169,7 +171,11 @@ def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Mod
         check_placeholders(config, hf, text)
     else:
         check_text(hf)
-    return on_meta(hf, config, media=text.media), text
+    made = on_meta(hf, config, media=text.media)
+    if skipped := first_position(made):
+        # Its table of positions begins with rows that no token has.
+        check_positions(config.data, hf.get_text_config(decoder=True).max_position_embeddings - skipped)
+    return made, text
 
 
 def fill(built: Built, config: RunConfig, device: torch.device) -> None:
