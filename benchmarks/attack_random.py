@@ -66,7 +66,8 @@ def drawn(seed: int, number: int) -> tuple[str, dict[str, Any], dict[str, Any], 
         if isinstance(fields.get(key), int):
             fields[key] += draw.choice((0, 0, 1, 3, 8))
     heads = fields.get("num_key_value_heads")
-    if isinstance(heads, int) and heads == fields.get("num_attention_heads"):
+    latent = "kv_lora_rank" in fields  # every head has keys of its own
+    if isinstance(heads, int) and heads == fields.get("num_attention_heads") and not latent:
         fields["num_key_value_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
     if isinstance(fields.get("tie_word_embeddings"), bool):
         fields["tie_word_embeddings"] = draw.random() < 0.5
