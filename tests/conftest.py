@@ -15,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Checks that passed are kept between runs, but not among those of the person who runs the tests.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".cache" / "tests")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The hub of these tests is a server on loopback.
+os.environ.pop("HF_HUB_OFFLINE", None)
 
 pytest_plugins = ["harness.meter"]
 

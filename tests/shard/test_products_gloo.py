@@ -43,12 +43,16 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Its layers share weights with each other.
     "shard 2": ("zamba", {"axes": {"shard": 2}}),
+    # 27 features of each expert, and 54 where two weights are one.
+    "tensor 2, odd": ("odd", {"axes": {"tensor": 2}}),
+    "shard 2 × tensor 2, odd": ("odd", {"axes": {"shard": 2, "tensor": 2}}),
 }
 
 
 def _step(rank: int, world: int, name: str) -> list[str]:
     family, strategy = PRODUCTS[name]
-    fields = FAMILIES.get(family) or small_fields(family)
+    odd = {**FAMILIES["qwen3-moe"], "moe_intermediate_size": 27}
+    fields = odd if family == "odd" else FAMILIES.get(family) or small_fields(family)
     config = family_config(fields, strategy)
     batch = draw_batch({"vocab_size": 131})
     one = one_device(fields, {}, batch)

@@ -29,6 +29,7 @@ _OF_GENERATION = "generation_config"
 """An attribute of Transformers' models that no step uses. It holds a hash that each process computes anew."""
 _HOOKS = ("_forward", "_backward", "_state_dict", "_load_state_dict")
 """How attributes of every nn.Module begin whose keys are numbers that are never given twice."""
+_NO_HOOKS = "builtins.list[]"
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 # Layers as modules.
@@ -41,12 +42,21 @@ def described(module: nn.Module) -> dict[str, str]:
     told by its identity: only what shares it is alike.
     """
     found: dict[str, str] = {}
+    # Of objects that many parts hold, such as a config.
+    shared: dict[int, str] = {}
     for path, part in module.named_modules():
         found[f"{path}:class"] = f"{type(part).__module__}.{type(part).__qualname__}"
         for key, value in vars(part).items():
-            if key not in _TENSORS and key != _OF_GENERATION:
-                shown = list(value.values()) if key.startswith(_HOOKS) and isinstance(value, dict) else value
-                found[f"{path}:{key}"] = _attribute(shown, set())
+            if key in _TENSORS or key == _OF_GENERATION:
+                continue
+            if isinstance(value, _PLAIN):
+                found[f"{path}:{key}"] = repr(value)
+            elif key.startswith(_HOOKS) and isinstance(value, dict):
+                found[f"{path}:{key}"] = _attribute(list(value.values()), set()) if value else _NO_HOOKS
+            else:
+                if id(value) not in shared:
+                    shared[id(value)] = _attribute(value, set())
+                found[f"{path}:{key}"] = shared[id(value)]
         for own, p in part._parameters.items():
             if p is not None:
                 found[f"{path}:{own}"] = f"{tuple(p.shape)} {p.dtype} {p.requires_grad}"

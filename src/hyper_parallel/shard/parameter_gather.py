@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
 from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.compat.uneven_gradients import local_for_compute
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.mesh_axis import Axis, _Moved
 from hyper_parallel.shard.plan.types import ParameterPlan
-from hyper_parallel.shard.sharded_parameter import local_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Access:
     """The traceable lowering: gather over the storage axes and sum gradients over the data axes here."""
 
     def __call__(self, stored: torch.Tensor) -> torch.Tensor:
-        x = local_of(stored)
+        x = local_for_compute(stored) if isinstance(stored, DTensor) else stored
         x = self._over_data(x) if self.gathers else x.to(self.dtypes.compute)
         for axis in self.plan.summed:
             x = self.axes[axis].copy(x)
