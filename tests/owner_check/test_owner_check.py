@@ -17,6 +17,7 @@ from hyper_parallel.shard.owner_check.comparisons import KINDS, Kind
 from hyper_parallel.shard.owner_check.seen_rows import compare_rows
 from hyper_parallel.shard.parallelize import on_simulated_ranks
 from hyper_parallel.shard.region_check import result_cache
+from hyper_parallel.shard.region_check.check import vocabulary_of
 from hyper_parallel.shard.region_check.sample_inputs import SeenCall
 from hyper_parallel.verify.matrix import build_model
 from hyper_parallel.verify.shrink import small_fields
@@ -151,3 +152,9 @@ def test_sparse_attention_chooses_among_the_keys_of_a_row() -> None:
     # With so few heads many keys have a score of 0, and which of them are chosen depends on the row's length.
     found = compare(build_model({**fields, "index_n_heads": 4}), kinds=("packing",))
     assert found["packing"].verdict == "differs"
+
+
+def test_a_decoder_with_a_table_of_its_own_size_is_given_its_tokens() -> None:
+    model = build_model({**small_fields("marian"), "vocab_size": 200, "decoder_vocab_size": 130})
+    assert vocabulary_of(model) == 130
+    assert compare(model, kinds=("loss",))["loss"].verdict == "right"

@@ -292,7 +292,11 @@ def vocabulary_of(model: nn.Module) -> int | None:
     ):
         return None
     found = getattr(text_config(model), "vocab_size", None)
-    return found if isinstance(found, int) else None
+    if not isinstance(found, int):
+        return None
+    # A decoder of a translation model may have a table of its own size (Marian).
+    table = core.get_input_embeddings()
+    return min(found, table.num_embeddings) if isinstance(table, nn.Embedding) else found
 
 
 def _is_causal(core: Any) -> bool:
