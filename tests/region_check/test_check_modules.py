@@ -12,6 +12,7 @@ from harness.modules import BROKEN, RIGHT, RULES, WIDTH, Model
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.alike_layers import described
 from hyper_parallel.shard.parallelize import on_simulated_ranks as spread
+from hyper_parallel.shard.parallelize import refusal_of_tokens
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check import advice, check, outcome, randomness, reduced_model
 from hyper_parallel.shard.region_check.reduced_model import Reduced
@@ -19,6 +20,7 @@ from hyper_parallel.shard.region_check.sample_inputs import SeenCall
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model
+from hyper_parallel.verify.shrink import small_fields
 
 CALL = SeenCall.of((torch.zeros(2, 6, WIDTH),), {})
 TENSOR = Strategy(axes={"tensor": 2}, rules=RULES)
@@ -28,6 +30,14 @@ ADVISED = ("softmax", "shared scalar", "packed halves")
 def _found(between: str, modules: dict[str, object] = BROKEN) -> Reduced | str | None:
     model = Model(modules[between])  # type: ignore[arg-type]
     return check._on_a_copy(model, TENSOR, make_plan(model, TENSOR), [CALL], spread)
+
+
+def test_layers_that_cannot_run_twice_are_refused() -> None:
+    # XLM always has a cache, which a layer adds its keys to.
+    strategy = Strategy(axes={"replicate": 2}, memory={"recompute": "layer"})
+    refusal = refusal_of_tokens(build_model(small_fields("xlm")), strategy, 100)
+    assert refusal is not None and "right, and checked, with memory.recompute: none" in refusal
+    assert refusal_of_tokens(build_model(small_fields("llama")), strategy, 100) is None
 
 
 def test_a_calls_rows_are_those_of_its_first_tensor() -> None:

@@ -11,7 +11,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.plan import Plan
 from hyper_parallel.shard.region_check.outcome import Spread, compared
 from hyper_parallel.shard.region_check.sample_inputs import SampleCall
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy import Strategy, recomputes
 
 
 def regions_of(plan: Plan) -> list[str]:
@@ -51,6 +51,20 @@ def rules_that_pass(
         if fewer and passes(fewer):
             chosen = fewer
     return {rule: "replicate" for one in chosen for rule in _rules(one, plan)}
+
+
+def right_without_recompute(
+    template: nn.Module, strategy: Strategy, call: SampleCall, spread: Spread
+) -> bool:
+    """Whether the strategy is right where no layer is recomputed, and only there."""
+    if not recomputes(strategy.memory):
+        return False
+    memory = strategy.memory.model_copy(update={"recompute": "none", "recompute_layers": None})
+    try:
+        return compared(template, strategy.model_copy(update={"memory": memory}), call, spread) is None
+    # What fails without it as well is no advice.
+    except Exception:
+        return False
 
 
 def without_axes(template: nn.Module, strategy: Strategy, call: SampleCall, spread: Spread) -> Iterator[str]:

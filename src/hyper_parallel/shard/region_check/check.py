@@ -30,7 +30,7 @@ from hyper_parallel.shard.region_check.randomness import unrepeatable
 from hyper_parallel.shard.region_check.reduced_model import Reduced, reduce
 from hyper_parallel.shard.region_check.sample_inputs import NothingToCompare, SampleCall, SeenCall, TokenCall
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy import Strategy, recomputes
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ def _on_a_copy(
                     f"{drawn} draws random numbers that would not be the same under this strategy as on one device; "
                     f"use nn.Dropout or torch.nn.functional.dropout, or set the rate to 0 ({SKIP})"
                 )
-            if not _splits(strategy):
+            if not _changes(strategy):
                 return small
             return _compared(small, fitted, spread) or small
     return Unchecked(why)
@@ -257,7 +257,9 @@ def _compared(small: Reduced, call: SampleCall, spread: Spread) -> str | Uncheck
         return None
     what = wrong if isinstance(wrong, str) else f"gives other gradients than one device: {wrong}"
     rules = advice.rules_that_pass(small.model, small.strategy, small.plan, call, spread)
-    if rules:
+    if advice.right_without_recompute(small.model, small.strategy, call, spread):
+        mend = "right, and checked, with memory.recompute: none"
+    elif rules:
         written = ", ".join(f"{pattern}: {rule}" for pattern, rule in rules.items())
         mend = f"right, and checked, with strategy.rules: {{{written}}}"
     else:
@@ -311,8 +313,10 @@ def _is_causal(core: Any) -> bool:
     )
 
 
-def _splits(strategy: Strategy) -> bool:
-    return strategy.axes.tensor > 1 or strategy.axes.context > 1 or strategy.axes.expert > 1
+def _changes(strategy: Strategy) -> bool:
+    """Whether the strategy changes what a layer does: its tensors are split, or its forward pass runs twice."""
+    axes = strategy.axes
+    return axes.tensor > 1 or axes.context > 1 or axes.expert > 1 or recomputes(strategy.memory)
 
 
 @contextlib.contextmanager
