@@ -194,8 +194,7 @@ def trainer_of(case: Case, folder: str, **more: Any) -> Any:
         "model": model_of(case.model),
         "args": TrainingArguments(**given),
         "train_dataset": Stream() if case.stream else rows(TRAINED, case.model == "classes"),
-        # Where a row has one label, those that fill the last batch again count, as they do for Transformers.
-        "eval_dataset": rows(2 * BATCH, True) if case.model == "classes" else rows(EVALUATED),
+        "eval_dataset": rows(EVALUATED, case.model == "classes"),
         "compute_loss_func": doubled if case.own_loss else None,
         "data_collator": functools.partial(collate, side=case.side),
         "compute_metrics": hits if case.metrics else None,

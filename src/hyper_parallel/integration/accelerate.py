@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
@@ -20,11 +21,20 @@ from hyper_parallel.integration.gradient_clipping import clip_to_norm
 from hyper_parallel.integration.parallel_run import ParallelRun
 
 
+@dataclass
+class Passes:
+    """Backward passes of a micro-batch."""
+
+    count: int = 0
+
+
 class SpreadAccelerator(Accelerator):
     """An Accelerator that another trainer made, from then on for a spread model."""
 
     spread: ParallelRun
     _dealing = False
+    _part: Callable[[Tensor], Tensor] | None = None
+    _passes: Passes
 
     @classmethod
     def of(cls, accelerator: Accelerator, spread: ParallelRun) -> SpreadAccelerator:
@@ -108,6 +118,24 @@ class SpreadAccelerator(Accelerator):
             return data
         kept = state.remainder
         return data[:kept] if use_gather_object else recursively_apply(lambda x: x[:kept], data)
+
+    # The backward pass.
+
+    @contextlib.contextmanager
+    def dividing(self, part: Callable[[Tensor], Tensor]) -> Iterator[Passes]:
+        """Inside, gradients are of `part(loss)`: they are summed over ranks, and a loss is a mean over them."""
+        self._part, self._passes = part, Passes()
+        try:
+            yield self._passes
+        finally:
+            self._part = None
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """The gradients of a loss, or inside of `dividing` of this rank's part of it."""
+        if self._part is not None:
+            self._passes.count += 1
+            loss = self._part(loss)
+        super().backward(loss, **kwargs)
 
     # The model.
 

@@ -4,8 +4,9 @@ With L(x) the loss of a token and T the number of valid tokens of the step, over
 
     loss = Σ L / T,        this rank's part = Σ over its rows and positions of L / T,        loss = Σ over loss ranks
 
-`training_step` runs the backward pass of the part: gradients are sums over ranks (`shard.loss`). It returns the part
-times the number of loss ranks, since a Trainer logs the mean over ranks.
+`compute_loss` gives the part times the number of loss ranks, since a Trainer logs the mean over ranks. Gradients are
+sums over ranks (`shard.loss`), so `accelerator.backward` divides what it is given. Methods of the user's own stand
+between the two: they are called as by Transformers, inside what a spread model needs around a step.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,15 @@ from hyper_parallel.integration.batch_rows import Rows, rows_of, shifted
 from hyper_parallel.integration.causal_models import has_next_token_loss, parameters_that_count
 from hyper_parallel.integration.engine_generate import EngineGenerate
 from hyper_parallel.integration.few_lengths import FewLengths
+from hyper_parallel.integration.last_rows import (
+    NoRows,
+    check_rows,
+    kept_rows,
+    shortened,
+)
 from hyper_parallel.integration.local_optimizer import on_local
 from hyper_parallel.integration.memory_budget import Budget, check_budget, has_budget, under_budget
+from hyper_parallel.integration.overrides import check_overrides, owner_of
 from hyper_parallel.integration.parallel_run import Given, ParallelRun, read, strategy_of, world_size
 from hyper_parallel.integration.saving import SpreadSaving
 from hyper_parallel.integration.trainer_arguments import (
@@ -43,6 +51,10 @@ from hyper_parallel.offloading.autograd import Swap
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, cross_entropy_sum, valid_tokens
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.strategy import Strategy
+
+_Counts = Literal["part", "step", "mean"]
+"""How a loss is to be summed over ranks: it is this rank's part; it is divided by what the step has; it is a mean over
+the rank's own labels."""
 
 _LOOKED_AT = 256
 """Rows whose length is looked at where the planner is asked."""
@@ -65,7 +77,7 @@ class SpreadTrainer(SpreadSaving):
         self._pipeline: TrainerPipeline | None = None
         self._lengths: FewLengths | None = None
         self._micro = 0
-        self._is_part = False
+        self._counts: _Counts = "mean"
         self._rows_checked = False
         asked = kwargs.get("args", args[1] if len(args) > 1 else None)
         if asked is not None:
@@ -86,6 +98,7 @@ class SpreadTrainer(SpreadSaving):
         settled = strategy_of(meant, model, world=world_size(), batch=batch, length=length, rows=rows)
         strategy = settled.strategy
         check_strategy(strategy, self)
+        check_overrides(self, pipeline=strategy.axes.pipeline > 1)
         check_budget(strategy.memory, self._swap)
         self._whole_parameters = parameters_that_count(model)
         within = has_budget(strategy, self._swap)
@@ -102,6 +115,12 @@ class SpreadTrainer(SpreadSaving):
         # Plans of a budget are for whole forward passes.
         self._generate = EngineGenerate(model, self.spread, args.seed, uses=self._budget is None)
         self.accelerator: Any = SpreadAccelerator.of(self.accelerator, self.spread)
+        # Around methods that may be the user's.
+        for name, around in (
+            ("training_step", self._around_step),
+            ("create_optimizer", self._around_optimizer),
+        ):
+            setattr(self, name, functools.partial(around, getattr(self, name)))
         self.gather_function = self.accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:
             self.gather_function = functools.partial(
@@ -122,50 +141,105 @@ class SpreadTrainer(SpreadSaving):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Not the whole model: its pieces go where they belong when it is spread."""
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own optimizer, by the names of the model's parameters, then on this rank's pieces of them.
+    def _around_optimizer(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The optimizer that the class's `create_optimizer` makes, by the names of the model's parameters, then on this
+        rank's pieces of them.
 
         Raises IntegrationError for one whose update needs whole matrices, where they are split.
         """
         made = self.optimizer is None
-        found = super().create_optimizer(*args, **kwargs)
+        found = create(*args, **kwargs)
         if made:
             on_local(self.optimizer, self._spread_model.handle)
         return found
 
     # The step.
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, without rows that fill up the last batch of an epoch."""
+        return super().get_batch_samples(self._short(epoch_iterator), *args, **kwargs)
+
+    def _short(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            state, rows = self.accelerator.gradient_state, self._train_batch_size
+            if not self._rows_checked:
+                check_rows(batch, state, rows)
+            yield shortened(batch, kept_rows(state, self._spread_model.data_index, rows), rows)
+
+    def _around_step(
+        self,
+        step: Callable[..., Tensor],
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Forward and backward of one micro-batch; its part of the step's loss as the class's docstring says."""
+        """Forward and backward of one micro-batch by `step`, the `training_step` of the class; the mean over ranks of
+        what this returns is its part of the step's loss."""
         spread = self._spread_model
-        model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        inputs = self._prepare_inputs(inputs)
         last = bool(self.accelerator.sync_gradients)
         micro, self._micro = self._micro, 0 if last else self._micro + 1
         rows = self._row_numbers(inputs, micro)
         if self._pipeline is not None:
+            model.train()
+            inputs = self._prepare_inputs(inputs)
             self._counted(inputs)
             tokens = num_items_in_batch if self._is_causal(inputs) else None
             return self._pipeline.micro_batch(inputs, rows, self.state.global_step, tokens, last)
         explained = contextlib.nullcontext() if self._budget is None else self._budget.explained()
+        weight = functools.cache(functools.partial(self._weight, inputs))
+        self._counts = self._said
+
+        def part(loss: Tensor) -> Tensor:
+            # A caller's own loss is of whole rows, the same on every rank of `context`.
+            return loss / spread.loss_ranks if self._is_part else loss * weight() / spread.data_ranks
+
         with (
             explained,
             spread.handle.micro_batch(seed=self.args.seed, step=self.state.global_step, rows=rows, last=last),
+            self.accelerator.dividing(part) as passes,
         ):
-            self._is_part = False
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            if not self._is_part and not self._is_of_step(num_items_in_batch):
-                loss = loss / self.current_gradient_accumulation_steps
-            # A caller's own loss is of whole rows, the same on every rank of `context`.
-            self.accelerator.backward(loss / (spread.loss_ranks if self._is_part else spread.data_ranks))
+            loss = step(model, inputs, num_items_in_batch)
+        if not passes.count:
+            kind = owner_of(self, "training_step") or type(self)
+            raise IntegrationError(
+                f"{kind.__name__}.training_step computed no gradients through self.accelerator.backward(loss), which "
+                "scales them for the ranks; call it in place of loss.backward()"
+            )
         if self._budget is not None:
             self._budget.tell()
-        found: Tensor = loss.detach()
-        return found
+        return loss.detach() if self._is_part else loss.detach() * weight()
+
+    def compute_loss_context_manager(self) -> Any:
+        """Nothing: the model computes in the strategy's dtypes."""
+        own = owner_of(self, "autocast_smart_context_manager") is not None
+        return super().compute_loss_context_manager() if own else contextlib.nullcontext()
+
+    @property
+    def _said(self) -> _Counts:
+        """How a loss counts that a subclass computes by itself."""
+        return "step" if getattr(self, "loss_is_scaled_for_ga", None) else "mean"
+
+    @property
+    def _is_part(self) -> bool:
+        return self._counts == "part"
+
+    def _weight(self, inputs: Mapping[str, Any]) -> Tensor:
+        """By how much more than the mean of all ranks this one's loss counts: by its labels, where others have more or
+        fewer. A collective, but for losses that the step's number of labels has divided."""
+        device = self.args.device
+        if self._counts == "step":
+            return torch.tensor(float(not isinstance(inputs, NoRows)), device=device)
+        spread, own = self._spread_model, torch.tensor(float(self._labels_in(inputs)), device=device)
+        return own * spread.data_ranks / spread.sum_of_data(own).clamp(min=1)
+
+    def _labels_in(self, inputs: Mapping[str, Any]) -> int:
+        """Labels that bear loss; rows, where a label is no class."""
+        if isinstance(inputs, NoRows):
+            return 0
+        labels = shifted(inputs) if has_next_token_loss(self.model) else inputs.get("labels")
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            return int(valid_tokens(labels))
+        return next((len(one) for one in inputs.values() if isinstance(one, Tensor) and one.dim()), 1)
 
     def _counted(self, inputs: Mapping[str, Any]) -> None:
         """A micro-batch was read; for a Trainer that counts its tokens."""
@@ -197,13 +271,16 @@ class SpreadTrainer(SpreadSaving):
                     micro_batches=self.current_gradient_accumulation_steps,
                     **rows.rest,
                 )
-            self._is_part = True
-            return loss * spread.loss_ranks
+            self._counts = "part"
+            # What the Trainer divides again, where it does not know that the step's tokens are counted.
+            times = 1 if self._is_of_step(num_items_in_batch) else self.current_gradient_accumulation_steps
+            return loss * spread.loss_ranks * times
         if spread.loss_ranks != spread.data_ranks and torch.is_grad_enabled():
             raise IntegrationError(
                 "axes.context splits positions, and only a causal language model's own next-token loss is known to be "
                 "a sum over them; set axes.context to 1 for compute_loss_func, or for a loss of the model's own"
             )
+        self._counts = "step" if self._is_of_step(num_items_in_batch) else "mean"
         return super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
@@ -224,8 +301,9 @@ class SpreadTrainer(SpreadSaving):
             self._rows_checked = True
             spread.check_same_rows([batch["labels"] for batch in batch_samples])
         shifts = causal or getattr(self, "_loss_shifts_labels", False)
-        labels = [shifted(batch) if shifts else batch["labels"] for batch in batch_samples]
-        mine = torch.stack([valid_tokens(one) for one in labels if one is not None]).sum().to(device)
+        counted = [batch for batch in batch_samples if not isinstance(batch, NoRows)]
+        labels = [shifted(batch) if shifts else batch["labels"] for batch in counted]
+        mine = sum((valid_tokens(one) for one in labels if one is not None), torch.tensor(0)).to(device)
         return spread.sum_of_data(mine).clamp(min=1)
 
     # Evaluation.
@@ -238,6 +316,15 @@ class SpreadTrainer(SpreadSaving):
         finally:
             fsdp.free_gathered(self.model)
 
+    def _held_out(self, inputs: Mapping[str, Any]) -> int:
+        """Labels of this share that bear loss, without those of rows that fill the last batch again."""
+        kept = kept_rows(
+            self.accelerator.gradient_state, self._spread_model.data_index, self.args.eval_batch_size
+        )
+        if kept is None:
+            return self._labels_in(inputs)
+        return self._labels_in(shortened(inputs, kept, self.args.eval_batch_size))
+
     @torch.no_grad()
     def prediction_step(
         self,
@@ -247,7 +334,10 @@ class SpreadTrainer(SpreadSaving):
         ignore_keys: list[str] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
-        """The loss of the global batch, the same on every rank, and this share's logits and labels, whole."""
+        """The loss of the global batch, the same on every rank, and this share's logits and labels, whole.
+
+        NaN where no label bears loss, as the model's own: a Trainer leaves it out of the mean.
+        """
         spread = self._spread_model
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
             with self._generate.in_place():
@@ -262,19 +352,20 @@ class SpreadTrainer(SpreadSaving):
                 "axes.pipeline: no rank has the logits, and only the next-token loss of held-out rows is computed; "
                 "predict with the saved model (save_model), or set axes.pipeline to 1"
             )
-        if not self._is_causal(inputs):
+        if not self._is_causal(inputs) or owner_of(self, "compute_loss") is not None:
             return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
         inputs = self._prepare_inputs(inputs)
         if self._pipeline is not None:
             held = shifted(inputs)
             assert held is not None, "a causal loss has labels"
             held = self._without_repeated(held)
-            tokens = spread.sum_of_data((held != IGNORED).sum()).clamp(min=1)
-            return self._pipeline.evaluate(inputs, held, tokens), None, None
+            tokens = spread.sum_of_data(valid_tokens(held))
+            loss = self._pipeline.evaluate(inputs, held, tokens.clamp(min=1))
+            return torch.where(tokens > 0, loss, torch.nan), None, None
         rows = self._rows(inputs)
         assert rows.labels is not None
         labels = self._without_repeated(rows.labels)
-        tokens = spread.sum_of_data((labels != IGNORED).sum()).clamp(min=1)
+        tokens = spread.sum_of_data(valid_tokens(labels))
         with documents_known(rows.several):
             if prediction_loss_only:
                 part = causal_lm_loss(
@@ -294,15 +385,30 @@ class SpreadTrainer(SpreadSaving):
         return loss, logits[0] if len(logits) == 1 else logits, inputs["labels"]
 
     def _own_prediction(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
-        """The Trainer's own, for a loss of its own: its mean over the shares of the batch."""
-        labels = inputs.get("labels")
-        if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
-            inputs = {**inputs, "labels": self._without_repeated(labels)}
-        loss, *found = super().prediction_step(model, inputs, *args, **kwargs)
-        spread = self._spread_model
-        return None if loss is None else spread.sum_of_data(loss) / spread.data_ranks, *found
+        """The Trainer's own, for a loss of its own: its mean over the labels of all shares of the batch."""
+        rows, spread = self.args.eval_batch_size, self._spread_model
+        kept = kept_rows(self.accelerator.gradient_state, spread.data_index, rows)
+        held = torch.tensor(float(self._held_out(inputs)), device=self.args.device)
+        self._counts = self._said
+        loss, *found = super().prediction_step(
+            model, dict(inputs), prediction_loss_only, ignore_keys, **kwargs
+        )
+        if kept is not None and loss is not None:
+            # All ranks compute it again, those that have all rows as well.
+            short: Any = shortened(dict(inputs), kept, rows)
+            loss = super().prediction_step(model, short, True, ignore_keys, **kwargs)[0]
+        if loss is None:
+            return None, *found
+        part = torch.where(held > 0, loss if self._counts == "step" else loss * held, 0)
+        parts = spread.data_ranks if self._counts == "step" else spread.sum_of_data(held)
+        return spread.sum_of_data(part) / parts, *found
 
     def _generating(self, given: dict[str, Any]) -> dict[str, Any]:
         """What `generate` is told: ranks with other rows go on until all are done, for they gather weights together."""
@@ -396,4 +502,4 @@ class SpreadTrainer(SpreadSaving):
             return None
         spread = self._spread_model
         begin = (micro * spread.data_ranks + spread.data_index) * self._train_batch_size
-        return torch.arange(begin, begin + first.size(0), device=first.device)
+        return torch.arange(begin, begin + first.size(0), device=self.args.device)
