@@ -22,7 +22,7 @@ class NoRows(dict[str, Any]):
     """The batch of a rank that has no row of its own; its loss does not count."""
 
 
-def kept_rows(state: Any, share: int, rows: int) -> int | None:
+def new_rows(state: Any, share: int, rows: int) -> int | None:
     """How many of the `rows` that a share of the batch has were not there before; None where that is all.
 
     `state`: Accelerate's GradientState, right after the batch was read.

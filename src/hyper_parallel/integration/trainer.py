@@ -31,7 +31,7 @@ from hyper_parallel.integration.few_lengths import FewLengths
 from hyper_parallel.integration.last_rows import (
     NoRows,
     check_rows,
-    kept_rows,
+    new_rows,
     shortened,
 )
 from hyper_parallel.integration.local_optimizer import on_local
@@ -164,7 +164,7 @@ class SpreadTrainer(SpreadSaving):
             state, rows = self.accelerator.gradient_state, self._train_batch_size
             if not self._rows_checked:
                 check_rows(batch, state, rows)
-            yield shortened(batch, kept_rows(state, self._spread_model.data_index, rows), rows)
+            yield shortened(batch, new_rows(state, self._spread_model.data_index, rows), rows)
 
     def _around_step(
         self,
@@ -318,7 +318,7 @@ class SpreadTrainer(SpreadSaving):
 
     def _held_out(self, inputs: Mapping[str, Any]) -> int:
         """Labels of this share that bear loss, without those of rows that fill the last batch again."""
-        kept = kept_rows(
+        kept = new_rows(
             self.accelerator.gradient_state, self._spread_model.data_index, self.args.eval_batch_size
         )
         if kept is None:
@@ -394,7 +394,7 @@ class SpreadTrainer(SpreadSaving):
     ) -> tuple[Tensor | None, Any, Any]:
         """The Trainer's own, for a loss of its own: its mean over the labels of all shares of the batch."""
         rows, spread = self.args.eval_batch_size, self._spread_model
-        kept = kept_rows(self.accelerator.gradient_state, spread.data_index, rows)
+        kept = new_rows(self.accelerator.gradient_state, spread.data_index, rows)
         held = torch.tensor(float(self._held_out(inputs)), device=self.args.device)
         self._counts = self._said
         loss, *found = super().prediction_step(
