@@ -77,7 +77,6 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
 
 def verify_one_device(config: RunConfig) -> str:
     """What the owner check finds for a run, in words. Raises what a run with this file would raise."""
-    _ = config.effective_strategy  # refuses axes that are open
     return _with_owner(config)[1] or "nothing was compared: it reads images or sound"
 
 

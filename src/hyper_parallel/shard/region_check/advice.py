@@ -1,4 +1,4 @@
-"""Rules that make a refused strategy right, each tried before it is named."""
+"""What makes a refused strategy right, each tried before it is named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rules_that_pass(
 def right_without_recompute(
     template: nn.Module, strategy: Strategy, call: SampleCall, spread: Spread
 ) -> bool:
-    """Whether the strategy is right where no layer is recomputed, and only there."""
+    """Whether the strategy, which is wrong, recomputes layers and is right where it does not."""
     if not recomputes(strategy.memory):
         return False
     memory = strategy.memory.model_copy(update={"recompute": "none", "recompute_layers": None})

@@ -256,10 +256,9 @@ def _compared(small: Reduced, call: SampleCall, spread: Spread) -> str | Uncheck
     if wrong is None:
         return None
     what = wrong if isinstance(wrong, str) else f"gives other gradients than one device: {wrong}"
-    rules = advice.rules_that_pass(small.model, small.strategy, small.plan, call, spread)
     if advice.right_without_recompute(small.model, small.strategy, call, spread):
         mend = "right, and checked, with memory.recompute: none"
-    elif rules:
+    elif rules := advice.rules_that_pass(small.model, small.strategy, small.plan, call, spread):
         written = ", ".join(f"{pattern}: {rule}" for pattern, rule in rules.items())
         mend = f"right, and checked, with strategy.rules: {{{written}}}"
     else:
