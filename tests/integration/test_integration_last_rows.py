@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +35,20 @@ def test_a_share_without_a_row_has_labels_that_bear_no_loss() -> None:
     assert shortened({"labels": torch.tensor([1, 2])}, 0, 2)["labels"].tolist() == [1, 2]
 
 
+def _spread(balancing: object = None) -> Any:
+    return SimpleNamespace(handle=SimpleNamespace(balancing=balancing), data_ranks=2)
+
+
 def test_batches_in_which_rows_cannot_be_told_are_refused_at_the_first() -> None:
-    joined = {"input_ids": torch.arange(6).view(1, 6)}
-    check_rows(joined, _state(0), 2)
-    check_rows({"input_ids": torch.zeros(2, 3)}, _state(1), 2)
+    joined, apart = {"input_ids": torch.arange(6).view(1, 6)}, {"input_ids": torch.zeros(2, 3)}
+    check_rows(joined, _state(0), 2, _spread())
+    check_rows(apart, _state(1), 2, _spread())
     with pytest.raises(IntegrationError, match="set dataloader_drop_last=True"):
-        check_rows(joined, _state(1), 2)
+        check_rows(joined, _state(1), 2, _spread())
+
+
+def test_rows_that_would_count_in_an_auxiliary_loss_are_refused_at_the_first() -> None:
+    batch = {"input_ids": torch.zeros(2, 3)}
+    check_rows(batch, _state(3), 2, _spread(object()))
+    with pytest.raises(IntegrationError, match="routers' auxiliary loss; set dataloader_drop_last=True"):
+        check_rows(batch, _state(2), 2, _spread(object()))

@@ -4,6 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -66,6 +67,10 @@ class _Own:
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         self.accelerator.backward(loss)
         return loss.detach()
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any = None) -> Any:
+        taken = list(itertools.islice(epoch_iterator, num_batches))
+        return taken, self._get_num_items_in_batch(taken, device)
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
@@ -21,20 +20,14 @@ from hyper_parallel.integration.gradient_clipping import clip_to_norm
 from hyper_parallel.integration.parallel_run import ParallelRun
 
 
-@dataclass
-class Passes:
-    """Backward passes of a micro-batch."""
-
-    count: int = 0
-
-
 class SpreadAccelerator(Accelerator):
     """An Accelerator that another trainer made, from then on for a spread model."""
 
     spread: ParallelRun
     _dealing = False
     _part: Callable[[Tensor], Tensor] | None = None
-    _passes: Passes
+    passes = 0
+    """Backward passes of the micro-batch."""
 
     @classmethod
     def of(cls, accelerator: Accelerator, spread: ParallelRun) -> SpreadAccelerator:
@@ -122,18 +115,18 @@ class SpreadAccelerator(Accelerator):
     # The backward pass.
 
     @contextlib.contextmanager
-    def dividing(self, part: Callable[[Tensor], Tensor]) -> Iterator[Passes]:
+    def dividing(self, part: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Inside, gradients are of `part(loss)`: they are summed over ranks, and a loss is a mean over them."""
-        self._part, self._passes = part, Passes()
+        self._part, self.passes = part, 0
         try:
-            yield self._passes
+            yield
         finally:
             self._part = None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """The gradients of a loss, or inside of `dividing` of this rank's part of it."""
         if self._part is not None:
-            self._passes.count += 1
+            self.passes += 1
             loss = self._part(loss)
         super().backward(loss, **kwargs)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.errors import IntegrationError
+from hyper_parallel.integration.parallel_run import ParallelRun
 from hyper_parallel.shard.loss import IGNORED
 
 _LABELS = ("labels", "shift_labels")
@@ -42,12 +43,21 @@ def shortened(batch: Mapping[str, Any], kept: int | None, rows: int) -> Mapping[
     return NoRows({**batch, **masked})
 
 
-def check_rows(batch: Mapping[str, Any], state: Any, rows: int) -> None:
-    """Raise IntegrationError where the last batch will have rows twice that cannot be told in it."""
-    if state.remainder > 0 and not any(_by_row(value, rows) for value in batch.values()):
+def check_rows(batch: Mapping[str, Any], state: Any, rows: int, spread: ParallelRun) -> None:
+    """Raise IntegrationError where the last batch will have rows twice that cannot be told in it, or that would count
+    in the routers' auxiliary loss. For the first batch, not after an epoch."""
+    if state.remainder <= 0:
+        return
+    mend = "set dataloader_drop_last=True"
+    if not any(_by_row(value, rows) for value in batch.values()):
         raise IntegrationError(
             f"the last batch of an epoch has fewer rows than the ranks take together, and in this collator's batches, "
-            f"which do not have {rows} rows each, those that fill it up cannot be told; set dataloader_drop_last=True"
+            f"which do not have {rows} rows each, those that fill it up cannot be told; {mend}"
+        )
+    if spread.handle.balancing is not None and state.remainder <= (spread.data_ranks - 1) * rows:
+        raise IntegrationError(
+            "the last batch of an epoch has fewer rows than there are ranks to share them, and rows that fill it up "
+            f"would count in the routers' auxiliary loss; {mend}"
         )
 
 

@@ -15,16 +15,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat import fsdp
-from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.accelerate import SpreadAccelerator
-from hyper_parallel.integration.batch_rows import Rows, rows_of, shifted
+from hyper_parallel.integration.batch_rows import shifted
 from hyper_parallel.integration.causal_models import has_next_token_loss, parameters_that_count
 from hyper_parallel.integration.engine_generate import EngineGenerate
 from hyper_parallel.integration.few_lengths import FewLengths
@@ -38,7 +36,6 @@ from hyper_parallel.integration.local_optimizer import on_local
 from hyper_parallel.integration.memory_budget import Budget, check_budget, has_budget, under_budget
 from hyper_parallel.integration.overrides import check_overrides, owner_of
 from hyper_parallel.integration.parallel_run import Given, ParallelRun, read, strategy_of, world_size
-from hyper_parallel.integration.saving import SpreadSaving
 from hyper_parallel.integration.trainer_arguments import (
     adjusted,
     check_arguments,
@@ -46,21 +43,18 @@ from hyper_parallel.integration.trainer_arguments import (
     check_strategy,
     check_trainer,
 )
+from hyper_parallel.integration.trainer_evaluation import SpreadEvaluation
 from hyper_parallel.integration.trainer_pipeline import TrainerPipeline, check_pipeline_arguments
 from hyper_parallel.offloading.autograd import Swap
-from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, cross_entropy_sum, valid_tokens
+from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.strategy import Strategy
-
-_Counts = Literal["part", "step", "mean"]
-"""How a loss is to be summed over ranks: it is this rank's part; it is divided by what the step has; it is a mean over
-the rank's own labels."""
 
 _LOOKED_AT = 256
 """Rows whose length is looked at where the planner is asked."""
 
 
-class SpreadTrainer(SpreadSaving):
+class SpreadTrainer(SpreadEvaluation):
     """What a Trainer does over ranks, done for a model that HyperParallel spreads.
 
     Put it before a Trainer's class. The loop, the callbacks, logging, schedules and the evaluation loop stay theirs.
@@ -74,10 +68,7 @@ class SpreadTrainer(SpreadSaving):
         """
         self._given, self._swap = strategy, swap
         self._budget: Budget | None = None
-        self._pipeline: TrainerPipeline | None = None
-        self._lengths: FewLengths | None = None
         self._micro = 0
-        self._counts: _Counts = "mean"
         self._rows_checked = False
         asked = kwargs.get("args", args[1] if len(args) > 1 else None)
         if asked is not None:
@@ -119,6 +110,7 @@ class SpreadTrainer(SpreadSaving):
         for name, around in (
             ("training_step", self._around_step),
             ("create_optimizer", self._around_optimizer),
+            ("get_batch_samples", self._around_samples),
         ):
             setattr(self, name, functools.partial(around, getattr(self, name)))
         self.gather_function = self.accelerator.gather_for_metrics
@@ -155,15 +147,17 @@ class SpreadTrainer(SpreadSaving):
 
     # The step.
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, without rows that fill up the last batch of an epoch."""
-        return super().get_batch_samples(self._short(epoch_iterator), *args, **kwargs)
+    def _around_samples(
+        self, take: Callable[..., Any], batches: Iterator[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The micro-batches that the class's `get_batch_samples` takes, without rows that fill up the last one."""
+        return take(self._short(batches), *args, **kwargs)
 
     def _short(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             state, rows = self.accelerator.gradient_state, self._train_batch_size
             if not self._rows_checked:
-                check_rows(batch, state, rows)
+                check_rows(batch, state, rows, self._spread_model)
             yield shortened(batch, new_rows(state, self._spread_model.data_index, rows), rows)
 
     def _around_step(
@@ -196,10 +190,10 @@ class SpreadTrainer(SpreadSaving):
         with (
             explained,
             spread.handle.micro_batch(seed=self.args.seed, step=self.state.global_step, rows=rows, last=last),
-            self.accelerator.dividing(part) as passes,
+            self.accelerator.dividing(part),
         ):
             loss = step(model, inputs, num_items_in_batch)
-        if not passes.count:
+        if not self.accelerator.passes:
             kind = owner_of(self, "training_step") or type(self)
             raise IntegrationError(
                 f"{kind.__name__}.training_step computed no gradients through self.accelerator.backward(loss), which "
@@ -213,33 +207,6 @@ class SpreadTrainer(SpreadSaving):
         """Nothing: the model computes in the strategy's dtypes."""
         own = owner_of(self, "autocast_smart_context_manager") is not None
         return super().compute_loss_context_manager() if own else contextlib.nullcontext()
-
-    @property
-    def _said(self) -> _Counts:
-        """How a loss counts that a subclass computes by itself."""
-        return "step" if getattr(self, "loss_is_scaled_for_ga", None) else "mean"
-
-    @property
-    def _is_part(self) -> bool:
-        return self._counts == "part"
-
-    def _weight(self, inputs: Mapping[str, Any]) -> Tensor:
-        """By how much more than the mean of all ranks this one's loss counts: by its labels, where others have more or
-        fewer. A collective, but for losses that the step's number of labels has divided."""
-        device = self.args.device
-        if self._counts == "step":
-            return torch.tensor(float(not isinstance(inputs, NoRows)), device=device)
-        spread, own = self._spread_model, torch.tensor(float(self._labels_in(inputs)), device=device)
-        return own * spread.data_ranks / spread.sum_of_data(own).clamp(min=1)
-
-    def _labels_in(self, inputs: Mapping[str, Any]) -> int:
-        """Labels that bear loss; rows, where a label is no class."""
-        if isinstance(inputs, NoRows):
-            return 0
-        labels = shifted(inputs) if has_next_token_loss(self.model) else inputs.get("labels")
-        if isinstance(labels, Tensor) and not labels.is_floating_point():
-            return int(valid_tokens(labels))
-        return next((len(one) for one in inputs.values() if isinstance(one, Tensor) and one.dim()), 1)
 
     def _counted(self, inputs: Mapping[str, Any]) -> None:
         """A micro-batch was read; for a Trainer that counts its tokens."""
@@ -306,124 +273,6 @@ class SpreadTrainer(SpreadSaving):
         mine = sum((valid_tokens(one) for one in labels if one is not None), torch.tensor(0)).to(device)
         return spread.sum_of_data(mine).clamp(min=1)
 
-    # Evaluation.
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own; weights that were gathered for its last forward pass are let go of."""
-        self._generate.begin()
-        try:
-            return super().evaluation_loop(*args, **kwargs)
-        finally:
-            fsdp.free_gathered(self.model)
-
-    def _held_out(self, inputs: Mapping[str, Any]) -> int:
-        """Labels of this share that bear loss, without those of rows that fill the last batch again."""
-        kept = new_rows(
-            self.accelerator.gradient_state, self._spread_model.data_index, self.args.eval_batch_size
-        )
-        if kept is None:
-            return self._labels_in(inputs)
-        return self._labels_in(shortened(inputs, kept, self.args.eval_batch_size))
-
-    @torch.no_grad()
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """The loss of the global batch, the same on every rank, and this share's logits and labels, whole.
-
-        NaN where no label bears loss, as the model's own: a Trainer leaves it out of the mean.
-        """
-        spread = self._spread_model
-        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
-            with self._generate.in_place():
-                loss, *generated = super().prediction_step(
-                    model, inputs, prediction_loss_only, ignore_keys, **self._generating(kwargs)
-                )
-            if loss is not None and self._is_causal(inputs):
-                loss = self.prediction_step(model, inputs, True)[0]
-            return loss, *generated
-        if self._pipeline is not None and not (prediction_loss_only and self._is_causal(inputs)):
-            raise IntegrationError(
-                "axes.pipeline: no rank has the logits, and only the next-token loss of held-out rows is computed; "
-                "predict with the saved model (save_model), or set axes.pipeline to 1"
-            )
-        if not self._is_causal(inputs) or owner_of(self, "compute_loss") is not None:
-            return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
-        inputs = self._prepare_inputs(inputs)
-        if self._pipeline is not None:
-            held = shifted(inputs)
-            assert held is not None, "a causal loss has labels"
-            held = self._without_repeated(held)
-            tokens = spread.sum_of_data(valid_tokens(held))
-            loss = self._pipeline.evaluate(inputs, held, tokens.clamp(min=1))
-            return torch.where(tokens > 0, loss, torch.nan), None, None
-        rows = self._rows(inputs)
-        assert rows.labels is not None
-        labels = self._without_repeated(rows.labels)
-        tokens = spread.sum_of_data(valid_tokens(labels))
-        with documents_known(rows.several):
-            if prediction_loss_only:
-                part = causal_lm_loss(
-                    model, rows.input_ids, labels, rows.position_ids, tokens, self._loss_config, **rows.rest
-                )
-                return spread.sum_of_parts(part), None, None
-            positions = {} if rows.position_ids is None else {"position_ids": rows.position_ids}
-            outputs = model(input_ids=rows.input_ids, use_cache=False, **positions, **rows.rest)
-        smoothing = self.args.label_smoothing_factor
-        total = cross_entropy_sum(outputs.logits.flatten(0, -2), labels.flatten(), label_smoothing=smoothing)
-        if ignore_keys is None:
-            ignore_keys = getattr(model.config, "keys_to_ignore_at_inference", ["past_key_values"])
-        kept = {key: value for key, value in outputs.items() if key not in (*ignore_keys, "loss")}
-        kept["logits"] = outputs.logits[:, : rows.length]
-        logits = tuple(kept.values())
-        loss = spread.sum_of_data(total / tokens)
-        return loss, logits[0] if len(logits) == 1 else logits, inputs["labels"]
-
-    def _own_prediction(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """The Trainer's own, for a loss of its own: its mean over the labels of all shares of the batch."""
-        rows, spread = self.args.eval_batch_size, self._spread_model
-        kept = new_rows(self.accelerator.gradient_state, spread.data_index, rows)
-        held = torch.tensor(float(self._held_out(inputs)), device=self.args.device)
-        self._counts = self._said
-        loss, *found = super().prediction_step(
-            model, dict(inputs), prediction_loss_only, ignore_keys, **kwargs
-        )
-        if kept is not None and loss is not None:
-            # All ranks compute it again, those that have all rows as well.
-            short: Any = shortened(dict(inputs), kept, rows)
-            loss = super().prediction_step(model, short, True, ignore_keys, **kwargs)[0]
-        if loss is None:
-            return None, *found
-        part = torch.where(held > 0, loss if self._counts == "step" else loss * held, 0)
-        parts = spread.data_ranks if self._counts == "step" else spread.sum_of_data(held)
-        return spread.sum_of_data(part) / parts, *found
-
-    def _generating(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What `generate` is told: ranks with other rows go on until all are done, for they gather weights together."""
-        told = given or dict(getattr(self, "_gen_kwargs", {}))
-        return {"synced_gpus": self._spread_model.data_ranks > 1, **told}
-
-    def _without_repeated(self, labels: Tensor) -> Tensor:
-        """Labels, of which rows that fill the last batch a second time bear no loss."""
-        state, spread = self.accelerator.gradient_state, self._spread_model
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return labels
-        kept = state.remainder - spread.data_index * self.args.eval_batch_size
-        rows = torch.arange(labels.size(0), device=labels.device)
-        return labels.masked_fill((rows >= kept).unsqueeze(-1), IGNORED)
-
     # What is counted.
 
     def _longest(self) -> int:
@@ -460,46 +309,3 @@ class SpreadTrainer(SpreadSaving):
         raise IntegrationError(
             "hyperparameter_search is not supported with a spread model; start a run for each trial"
         )
-
-    # Inside.
-
-    @property
-    def _loss_config(self) -> LossConfig:
-        return LossConfig(label_smoothing=self.args.label_smoothing_factor)
-
-    def _is_causal(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the loss of these inputs is the next-token loss of a causal language model."""
-        if self.compute_loss_func is not None or "input_ids" not in inputs:
-            return False
-        if inputs.get("labels") is None and inputs.get("shift_labels") is None:
-            return False
-        return has_next_token_loss(self.model)
-
-    def _is_of_step(self, num_items_in_batch: Any) -> bool:
-        """Whether a caller's own loss is divided by what the step has, not its micro-batch; as Trainer takes it."""
-        # Transformers before 5.15 has no such attribute.
-        given = getattr(self, "loss_is_scaled_for_ga", None)
-        if given is not None:
-            return bool(given)
-        counted = num_items_in_batch is not None and self.model_accepts_loss_kwargs
-        return counted or self.compute_loss_func is not None
-
-    def _rows(self, inputs: Mapping[str, Any]) -> Rows:
-        length = None
-        if self._lengths is not None and torch.is_grad_enabled():
-            # Of few lengths, since each has a plan of its own.
-            length = self._lengths.length(inputs["input_ids"].size(1))
-        return rows_of(inputs, self._spread_model.handle, self._padding_token, length=length)
-
-    @property
-    def _padding_token(self) -> int:
-        return getattr(self.processing_class, "pad_token_id", None) or 0
-
-    def _row_numbers(self, inputs: Mapping[str, Any], micro: int) -> Tensor | None:
-        """int64 [B]: which rows of the step these are, in the order in which one process would read them."""
-        first = next((value for value in inputs.values() if isinstance(value, Tensor) and value.dim()), None)
-        if first is None:
-            return None
-        spread = self._spread_model
-        begin = (micro * spread.data_ranks + spread.data_index) * self._train_batch_size
-        return torch.arange(begin, begin + first.size(0), device=self.args.device)
