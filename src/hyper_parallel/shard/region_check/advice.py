@@ -1,4 +1,4 @@
-"""What makes a refused strategy right, each tried before it is named."""
+"""Advice for a refused strategy: each candidate is tried before it is named."""
 
 from __future__ import annotations
 
