@@ -45,7 +45,7 @@ ledger: venv ## Measure what each test costs, on a machine that does nothing els
 
 test-llamafactory: ## Runs inside LlamaFactory 0.9.5 and TRL, in a separate environment (.venv-llamafactory)
 	@tools/venv_llamafactory.sh .venv-llamafactory
-	@.venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft --durations=15 $(ARGS)
+	@.venv-llamafactory/bin/python -m pytest -q tests/llamafactory tests/sft tests/integration/test_integration_generate.py --durations=15 $(ARGS)
 
 test-ray: ## Groups of Ray actors in a cluster that the tests start, in a separate environment (.venv-ray)
 	@tools/venv_with.sh .venv-ray requirements/ray.txt

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.inference import Generator
+from hyper_parallel.inference import Generator, engine
 from inference.small_models import prompts, small
 
 
@@ -30,6 +30,21 @@ def test_the_model_is_as_it_was_between_completions() -> None:
         assert torch.is_grad_enabled()
         assert torch.equal(model(ids).logits, expected)
         break
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config._experts_implementation == "eager"
+
+
+def test_the_model_is_as_it_was_where_a_pass_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards a Trainer predicts with the model's own `generate`."""
+    model: Any = copy.deepcopy(small("mixtral"))
+    generator = Generator(model, max_tokens=4)
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(engine, "experts_by", refused)
+    with pytest.raises(RuntimeError, match="refused"):
+        generator(prompts(model))
     assert model.config._attn_implementation == "sdpa"
     assert model.config._experts_implementation == "eager"
 

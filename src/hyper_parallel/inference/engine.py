@@ -25,6 +25,7 @@ from hyper_parallel.inference.kv_cache.pages import rows_of
 from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.inference.open_run import OpenRun
+from hyper_parallel.inference.padded_experts import experts_by
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.ragged_pass import (
     BLOCK,
@@ -151,18 +152,18 @@ class Engine:
     def _generating(self, cache: PagedCache) -> Iterator[None]:
         """Inside, the model's attention is `paged_attention`, without gradients; afterwards it is as it was."""
         given = self.model.config._attn_implementation
-        experts = getattr(self.model.config, "_experts_implementation", None)
+        padded = padded_experts.register()
         self.model.set_attn_implementation(self.attention)
-        if experts is not None and padded_experts.register():
-            self.model.set_experts_implementation(padded_experts.NAME)
         try:
-            with inference(self.model), replace(current_step(), expert_rows=WIDE).installed():
+            with (
+                experts_by(self.model, padded_experts.NAME) if padded else nullcontext(),
+                inference(self.model),
+                replace(current_step(), expert_rows=WIDE).installed(),
+            ):
                 yield
         finally:
             self.cache.learn(cache)
             self.model.set_attn_implementation(given)
-            if experts is not None:
-                self.model.set_experts_implementation(experts)
 
     def _until_some_end(self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf) -> list[Running]:
         """Passes until requests end, and these; none when all have."""

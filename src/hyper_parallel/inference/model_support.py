@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.errors import HyperParallelError, UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
+from hyper_parallel.inference.padded_experts import experts_by
 from hyper_parallel.inference.ragged_pass import padded
 from hyper_parallel.inference.weights.away_weight import ReadElsewhere
 from hyper_parallel.shard.loss.forward import parameters_of
@@ -168,11 +169,8 @@ def _one_by_one(model: Any) -> Iterator[None]:
     if given in (None, "eager") or is_sharded(model):
         yield
         return
-    model.set_experts_implementation("eager")
-    try:
+    with experts_by(model, "eager"):
         yield
-    finally:
-        model.set_experts_implementation(given)
 
 
 def _computed_in(model: nn.Module) -> torch.dtype:

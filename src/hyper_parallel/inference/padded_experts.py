@@ -11,10 +11,12 @@ Where a byte budget keeps the experts in tiers, the choice is announced before t
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hyper_parallel.graph.step_context import current_step
@@ -86,3 +88,26 @@ def register() -> bool:
         return False
     ALL_EXPERTS_FUNCTIONS.register(NAME, padded_experts)
     return True
+
+
+@contextmanager
+def experts_by(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside, experts are computed by the function that Transformers knows as `name`; afterwards as before.
+
+    What `set_experts_implementation` does, which in early releases of Transformers (5.6) takes no registered name.
+    """
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
+    before = [
+        (config, chosen)
+        for config in configs.values()
+        if (chosen := getattr(config, "_experts_implementation_internal", None)) is not None
+    ]
+    try:
+        for config, _ in before:
+            config._experts_implementation_internal = name
+        yield
+    finally:
+        for config, chosen in before:
+            config._experts_implementation_internal = chosen

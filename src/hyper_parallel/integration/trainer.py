@@ -151,7 +151,9 @@ class SpreadTrainer(SpreadEvaluation):
         self, take: Callable[..., Any], batches: Iterator[Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The micro-batches that the class's `get_batch_samples` takes, without rows that fill up the last one."""
-        return take(self._short(batches), *args, **kwargs)
+        # Where one rank has all rows, the last batch is short by itself.
+        filled = self._spread_model.data_ranks > 1
+        return take(self._short(batches) if filled else batches, *args, **kwargs)
 
     def _short(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
