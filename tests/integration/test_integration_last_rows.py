@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.last_rows import NoRows, check_rows, new_rows, shortened
+from hyper_parallel.integration.last_rows import NoRows, check_rows, new_rows, shortened, warn_of_stream
 
 
 def _state(remainder: int, end: bool = True) -> SimpleNamespace:
@@ -52,3 +52,13 @@ def test_rows_that_would_count_in_an_auxiliary_loss_are_refused_at_the_first() -
     check_rows(batch, _state(3), 2, _spread(object()))
     with pytest.raises(IntegrationError, match="routers' auxiliary loss; set dataloader_drop_last=True"):
         check_rows(batch, _state(2), 2, _spread(object()))
+
+
+def test_a_stream_whose_rows_nobody_counted_is_said_to_have_rows_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for state, drops in ((_state(-1), True), (_state(-1, end=False), False), (_state(0), False)):
+        warn_of_stream(state, drops=drops)
+    assert not caplog.records
+    warn_of_stream(_state(-1), drops=False)
+    assert "may have rows a second time" in caplog.text and "dataloader_drop_last=True" in caplog.text

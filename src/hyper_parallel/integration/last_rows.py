@@ -6,6 +6,7 @@ training these are taken out; a rank that has no row of its own then keeps them,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.parallel_run import ParallelRun
 from hyper_parallel.shard.loss import IGNORED
 
+log = logging.getLogger(__name__)
 _LABELS = ("labels", "shift_labels")
 
 
@@ -58,6 +60,15 @@ def check_rows(batch: Mapping[str, Any], state: Any, rows: int, spread: Parallel
         raise IntegrationError(
             "the last batch of an epoch has fewer rows than there are ranks to share them, and rows that fill it up "
             f"would count in the routers' auxiliary loss; {mend}"
+        )
+
+
+def warn_of_stream(state: Any, *, drops: bool) -> None:
+    """Log that the last batch of a stream without a length may have rows twice: nobody counted them."""
+    if state.end_of_dataloader and state.remainder < 0 and not drops:
+        log.warning(
+            "the last batch before the stream began again may have rows a second time, to fill it up; set "
+            "dataloader_drop_last=True, or give the dataset a length"
         )
 
 

@@ -31,6 +31,7 @@ from hyper_parallel.integration.last_rows import (
     check_rows,
     new_rows,
     shortened,
+    warn_of_stream,
 )
 from hyper_parallel.integration.local_optimizer import on_local
 from hyper_parallel.integration.memory_budget import Budget, check_budget, has_budget, under_budget
@@ -160,6 +161,7 @@ class SpreadTrainer(SpreadEvaluation):
             state, rows = self.accelerator.gradient_state, self._train_batch_size
             if not self._rows_checked:
                 check_rows(batch, state, rows, self._spread_model)
+            warn_of_stream(state, drops=self.args.dataloader_drop_last)
             yield shortened(batch, new_rows(state, self._spread_model.data_index, rows), rows)
 
     def _around_step(
