@@ -10,7 +10,7 @@ out=$2
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-cp pyproject.toml LICENSE "$copy"
+cp -R pyproject.toml setup.py MANIFEST.in LICENSE examples "$copy"
 cp -R src "$copy/src"
 rm -rf "$copy"/src/*.egg-info
 find "$copy" -name __pycache__ -type d -prune -exec rm -rf {} +
