@@ -84,7 +84,9 @@ def test_a_controller_joins_and_leaves_and_another_one_finds_the_place_free(
 ) -> None:
     for turn in range(2):
         done = joined(cluster, tmp_path / str(turn))
-        assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[[3.0], [3.0]]"]), done.stderr
+        # Ray may print lines of its own behind it.
+        assert done.returncode == 0, done.stderr
+        assert "[[3.0], [3.0]]" in done.stdout.splitlines(), done.stdout
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once(
