@@ -73,7 +73,11 @@ def _compute_a_step() -> None:
 # Said by every rank of every step: views that our gathers return are not changed in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 torch.set_num_threads(1)
-with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
-    _compute_a_step()
+# Autograd starts threads for the devices that its first backward pass finds, and a process that has them has no forks
+# that compute gradients: none may be there, not even the ones that builds with CUDA see during our step.
+if not torch.accelerator.is_available():
+    torch.ones(1, requires_grad=True).sum().backward()
+    with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
+        _compute_a_step()
 gc.collect()
 gc.freeze()  # the collector would touch, and so copy, the pages that forks share
