@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parameter import is_lazy
 
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
@@ -18,6 +19,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard.activation_checkpointing import apply_recompute, recomputed_modules
+from hyper_parallel.shard.agreed_collectives import AgreedCollectives
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
 from hyper_parallel.shard.context.gather_positions import apply_gathered
 from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws, sites_of
@@ -26,12 +28,14 @@ from hyper_parallel.shard.experts.load_balancing import Routing
 from hyper_parallel.shard.experts.token_layout import apply_experts_plan
 from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
+from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.loss.root import apply_loss
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.own_terms import own_terms
 from hyper_parallel.shard.owner_check.check import check_rows, check_rows_of_call, refuse_longer
 from hyper_parallel.shard.packed_documents import find_positions_in_masks
 from hyper_parallel.shard.parameter_gather import Access, AccessedParameter, Dtypes, apply_access
+from hyper_parallel.shard.parameter_hooks import ParameterHooks
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.placement import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
@@ -43,12 +47,13 @@ from hyper_parallel.shard.region_check import (
     refusal_before_training,
 )
 from hyper_parallel.shard.region_check.result_cache import unchanged
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.rules import is_own, is_transformers
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
 from hyper_parallel.shard.tensor_parallel import apply_boundaries, apply_edges
 from hyper_parallel.shard.vision_towers import apply_towers
 from hyper_parallel.shard.whole_tensors import cut
+from hyper_parallel.shard.written_weights import WrittenWeights
 from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]
@@ -118,7 +123,10 @@ def parallelize(
             longest = check_rows(model, strategy, on_simulated_ranks, together)
     original = skeleton if skeleton is not None or not unseen else without_values(model)
 
-    gathers = lowering == "traceable"
+    own, gathers = is_own(model), lowering == "traceable"
+    hooks = ParameterHooks(model)
+    if gathers and axes.connected:
+        hooks.refuse("lowering='traceable' is for steps that are captured, which call none")
     apart = pipeline is not None and pipeline.submodels
     find_positions_in_masks(model)
     routing, balancing = _apply(model, plan, strategy, axes, dtypes, gathers, towers=not apart)
@@ -131,7 +139,11 @@ def parallelize(
     # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
     for name in mesh.names:
         _ = axes[name]
-    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing, balancing, pipeline))
+    handle = ShardedModel(model, strategy, plan, axes, skeleton, routing, balancing, pipeline)
+    attach(handle)
+    if own and fsdp.fully_sharded(model):
+        agree_on_collectives(model, axes, strategy)
+    hooks.apply(handle)
     if unseen and original is not None:
         rows = functools.partial(check_rows_of_call, strategy, together)
         check_on_first_call(model, original, strategy, plan, on_simulated_ranks, together, rows)
@@ -144,6 +156,12 @@ def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace 
     """Raise StrategyError for a model that cannot be parallelized now, or not by this call."""
     if is_sharded(model):
         raise StrategyError(f"this {type(model).__name__} is parallelized already")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise StrategyError(
+                f"{name!r} of {type(model.get_submodule(name.rpartition('.')[0])).__name__} has no shape before its "
+                "first call; call the model once on a sample, and then hp.parallelize"
+            )
     if strategy.submodels:
         raise StrategyError(
             "strategy.submodels: hp.parallelize spreads a model as a whole; 'train' takes such a run file, and "
@@ -235,26 +253,53 @@ def _apply_accesses(
     alone = plan.mesh.world == 1
     by_group: dict[str, list[AccessedParameter]] = {}
     for name, module in model.named_modules():
-        group = _group_of(name, plan, dtypes, root=is_transformers(model))
+        groups = {_group_of(name, plan, dtypes)}
+        if not is_transformers(model):
+            # A module of the user's may be called by itself.
+            groups.add(name)
         for own, parameter in module._parameters.items():
             if parameter is not None and not (alone and parameter.dtype == dtypes[name]):
                 dtype_pair = Dtypes(dtypes[name], reduce)
                 access = Access(plan.parameters[known[id(parameter)]], axes, dtype_pair, gathers)
-                by_group.setdefault(group, []).append(AccessedParameter(module, own, access))
+                for group in groups:
+                    by_group.setdefault(group, []).append(AccessedParameter(module, own, access))
     for name, accesses in by_group.items():
         apply_access(model.get_submodule(name), accesses)
 
 
-def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype], root: bool) -> str:
-    """The module whose forward gathers a module's parameters: its layer; outside of layers the `root` of a Transformers
-    model, which always runs whole, and the module itself in other models.
+def agree_on_collectives(model: nn.Module, axes: ProcessMesh, strategy: Strategy) -> None:
+    """Have ranks agree on the collectives of a model whose code may branch, and keep what its forward pass writes."""
+    # At this level weights are gathered for the whole step, and gradients kept whole, in any case.
+    agreed = AgreedCollectives(model, axes, whole=strategy.memory.shard == "optimizer")
+    written = WrittenWeights(model, agreed, buffers=strategy.check)
+
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        agreed.begin_forward()
+        written.begin()
+        try:
+            output = forward(*args, **kwargs)
+            wrote = written.find()
+        except BaseException:
+            agreed.abandon()
+            raise
+        if agreed.end_forward(wrote):
+            written.compare()
+        return output
+
+    wrap(model, wrapper)
+
+
+def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype]) -> str:
+    """The module whose forward gathers a module's parameters: its layer; outside of layers, and where nothing is stored
+    in shards, the root.
 
     A module with another compute dtype than the model is gathered separately and forms its own group, as do experts.
     """
     if dtypes[name] != dtypes[""] or name in plan.experts:
         return name
-    if plan.layers is None or not name.startswith(f"{plan.layers}."):
-        return "" if root else name
+    stored_whole = plan.mesh.size("replicate") * plan.mesh.size(plan.mesh.storage) == 1
+    if stored_whole or plan.layers is None or not name.startswith(f"{plan.layers}."):
+        return ""
     index = name[len(plan.layers) + 1 :].partition(".")[0]
     return f"{plan.layers}.{index}"
 
