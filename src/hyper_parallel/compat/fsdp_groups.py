@@ -119,6 +119,10 @@ class ParameterGroup:
         self._unshard(False)
         self._group.wait_for_unshard()
 
+    def finish_gather(self) -> None:
+        """Wait for a gather that was begun ahead of its use."""
+        self._group.wait_for_unshard()
+
     def free(self) -> None:
         """Give up the gathered parameters."""
         self._group._to_sharded()
@@ -210,9 +214,17 @@ class _Watched(dict[str, Any]):
         self.looked_up()
         return super().__getitem__(name)
 
+    def items(self) -> Any:
+        self.looked_up()
+        return super().items()
+
+    def values(self) -> Any:
+        self.looked_up()
+        return super().values()
+
 
 def watch_lookups(group: ParameterGroup, looked_up: Announce) -> None:
-    """Call a function before a module's code takes a parameter of the group by its attribute (`module.weight`)."""
+    """Call a function before code takes parameters of the group from a module (`module.weight`, `parameters()`)."""
     for owner in {id(one.owner): one.owner for one in group.parameters}.values():
         watched = _Watched(owner._parameters)
         watched.looked_up = functools.partial(looked_up, group)

@@ -17,6 +17,7 @@ one, there is none afterwards, as on one device.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -32,6 +33,8 @@ from hyper_parallel.compat.fsdp_groups import (
     parameter_groups,
     watch_lookups,
 )
+from hyper_parallel.compat.pytree import leaves_of
+from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
 from hyper_parallel.shard.process_mesh import ProcessMesh
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,12 @@ class _Kind(IntEnum):
     REDUCE = 2
     LOOKUP = 3
     """A weight that is not gathered is used outside of its unit's forward pass."""
+    TERM = 4
+    """A unit leaves a term of the loss elsewhere than in its output, which autograd may come to first."""
+
+
+_AGREED = (_Kind.GATHER, _Kind.REDUCE)
+"""What may happen again in later passes; the others need all weights until the backward pass is over."""
 
 
 def _event(kind: _Kind, group: int) -> int:
@@ -88,11 +97,14 @@ class AgreedCollectives:
         """Whether each trained parameter had a gradient to reduce in this backward pass, on this rank."""
         self._before: list[bool] = []
         """Whether each had a reduced gradient before it."""
+        self.on_hold: Callable[[], None] = lambda: None
+        """Called when all weights are gathered."""
         for group in self.groups:
             # The root's weights are gathered when the model is called, which every rank does.
             group.announce(self._gathers if group.name else None, self._reduces)
             if group.name:
                 watch_lookups(group, self._looked_up)
+                wrap(group.module, self._around(group))
         self._trained = [(group, one) for group in self.groups for one in group.trained]
         after_backward(model, self._end_backward)
 
@@ -125,10 +137,6 @@ class AgreedCollectives:
         self._pass = None
         self._forwards -= torch.is_grad_enabled()
 
-    def all_gathered(self) -> bool:
-        """Whether every weight stays gathered until the backward pass is over."""
-        return self._held is not None
-
     # What FSDP2 announces.
 
     def _gathers(self, group: ParameterGroup) -> None:
@@ -139,8 +147,27 @@ class AgreedCollectives:
         self._comes_to(_event(_Kind.REDUCE, self._index[id(group)]))
 
     def _looked_up(self, group: ParameterGroup) -> None:
-        if self._pass is not None and self._pass.key[0] == "forward" and not group.is_gathered:
+        if self._follows_forward() and not group.is_gathered:
             self._comes_to(_event(_Kind.LOOKUP, self._index[id(group)]))
+
+    def _around(self, group: ParameterGroup) -> Wrapper:
+        """A wrapper of a unit's module."""
+
+        def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or not self._follows_forward():
+                return forward(*args, **kwargs)
+            known = [*leaves_of((args, kwargs))]
+            output = forward(*args, **kwargs)
+            known += leaves_of(output)
+            if leaves_terms(group.module, (args, kwargs), known):
+                self._comes_to(_event(_Kind.TERM, self._index[id(group)]))
+            return output
+
+        return wrapper
+
+    def _follows_forward(self) -> bool:
+        """Whether a forward pass runs in which units are gathered one by one."""
+        return self._pass is not None and self._pass.key[0] == "forward" and self._held is None
 
     def _note_gradients(self, group: ParameterGroup) -> None:
         for place, (owner, one) in enumerate(self._trained):
@@ -164,10 +191,10 @@ class AgreedCollectives:
             return
         kind, _ = _kind_and_group(event)
         if now.script is None:
-            if self._at_one(event) and kind != _Kind.LOOKUP:
+            if self._at_one(event) and kind in _AGREED:
                 now.noted.append(event)
                 return
-        elif now.position < len(now.script) and now.script[now.position] == event and kind != _Kind.LOOKUP:
+        elif now.position < len(now.script) and now.script[now.position] == event and kind in _AGREED:
             now.position += 1
             return
         else:
@@ -182,14 +209,18 @@ class AgreedCollectives:
         assert now is not None
         if self._held is not None:
             return False, self._any(flags)
+        # Gradients that came after their unit's were reduced: of a weight that is used elsewhere too.
+        late = now.key[0] == "backward" and any(
+            one.has_gradient for group, one in self._trained if group.flags.reduce
+        )
         if now.script is None:
             if not self._at_one(_END):
                 return True, flags
             self._scripts[now.key] = tuple(now.noted)
-            return False, self._any(flags)
-        left = now.position < len(now.script)
-        self._join_the_rest(now)
-        differs, *some = self._any([left, *flags])
+        else:
+            late |= now.position < len(now.script)
+            self._join_the_rest(now)
+        differs, *some = self._any([late, *flags])
         return differs, some
 
     def _flags_of(self, now: _Pass) -> list[bool]:
@@ -229,7 +260,14 @@ class AgreedCollectives:
         for group in self.groups:
             group.keep_after_forward()
             group.flags = _HELD
-            group.gather()
+            group.finish_gather()
+        # Where ranks differ, a rank may have gathered what another has freed again.
+        missing = self._any([not group.is_gathered for group in self.groups])
+        for group, is_missing in zip(self.groups, missing, strict=True):
+            if is_missing:
+                group.free()
+                group.gather()
+        self.on_hold()
 
     def _release(self) -> None:
         """Let the groups do what they were asked to, without a backward pass."""
@@ -289,3 +327,19 @@ class AgreedCollectives:
             mine = torch.tensor(values, dtype=torch.float64, device=collectives.device_type())
             greatest: list[float] = self._axes.all_reduce(mine, self._axes.mesh.names, "max").tolist()
             return greatest
+
+
+def leaves_terms(module: nn.Module, given: Any, known: list[Any]) -> bool:
+    """Whether a module keeps, or put into what it was given, a tensor with gradients that is none of `known`."""
+    seen = {id(one) for one in known}
+    kept = [leaf for part in module.modules() for value in vars(part).values() for leaf in _shallow(value)]
+    return any(
+        isinstance(one, torch.Tensor) and one.grad_fn is not None and id(one) not in seen
+        for one in [*kept, *leaves_of(given)]
+    )
+
+
+def _shallow(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    return value if isinstance(value, list | tuple) else (value,)

@@ -52,6 +52,7 @@ from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
 from hyper_parallel.shard.tensor_parallel import apply_boundaries, apply_edges
 from hyper_parallel.shard.vision_towers import apply_towers
+from hyper_parallel.shard.weights_elsewhere import explain_errors
 from hyper_parallel.shard.whole_tensors import cut
 from hyper_parallel.shard.written_weights import WrittenWeights
 from hyper_parallel.strategy import Strategy
@@ -144,6 +145,8 @@ def parallelize(
     if own and fsdp.fully_sharded(model):
         agree_on_collectives(model, axes, strategy)
     hooks.apply(handle)
+    if own and mesh.world > 1:
+        explain_errors(model)
     if unseen and original is not None:
         rows = functools.partial(check_rows_of_call, strategy, together)
         check_on_first_call(model, original, strategy, plan, on_simulated_ranks, together, rows)
@@ -281,6 +284,7 @@ def agree_on_collectives(model: nn.Module, axes: ProcessMesh, strategy: Strategy
             wrote = written.find()
         except BaseException:
             agreed.abandon()
+            written.abandon()
             raise
         if agreed.end_forward(wrote):
             written.compare()
@@ -370,7 +374,8 @@ def _fully_shard(
             compute=compute if compute != stored else None,
             reduce=reduce if reduce != compute else None,
             reshard_after_forward=reshard,
-            ignored=[p for p in module.parameters() if plans[id(p)].storage != storage],
+            # Of no elements there are no shards.
+            ignored=[p for p in module.parameters() if plans[id(p)].storage != storage or not p.numel()],
             dims={p: plans[id(p)].storage_dim or 0 for p in module.parameters()},
             gather=levels.all_gather if levels else None,
             scatter=levels.reduce_scatter if levels else None,

@@ -127,8 +127,9 @@ def apply_access(module: nn.Module, accesses: Sequence[AccessedParameter]) -> No
                     if id(parameter) not in made:
                         made[id(parameter)] = access(parameter)
                     owner._parameters[own] = made[id(parameter)]  # type: ignore[assignment]
+                given = [(made[id(parameter)], _memory(made[id(parameter)])) for parameter in stored]
                 output = forward(*args, **kwargs)
-            _refuse_exchanged(here, [made[id(parameter)] for parameter in stored])
+            _refuse_exchanged(here, given)
             return output
         finally:
             for (owner, own, _), parameter in zip(here, stored, strict=True):
@@ -137,10 +138,17 @@ def apply_access(module: nn.Module, accesses: Sequence[AccessedParameter]) -> No
     wrap(module, wrapper)
 
 
-def _refuse_exchanged(accesses: Sequence[AccessedParameter], made: Sequence[torch.Tensor]) -> None:
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a plain tensor's values lie; setting its `.data` changes that."""
+    return tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+
+
+def _refuse_exchanged(
+    accesses: Sequence[AccessedParameter], made: Sequence[tuple[torch.Tensor, int]]
+) -> None:
     """Raise StrategyError where the forward pass put another tensor in a parameter's place."""
-    for (owner, own, access), tensor in zip(accesses, made, strict=True):
-        if owner._parameters.get(own) is not tensor:
+    for (owner, own, access), (tensor, memory) in zip(accesses, made, strict=True):
+        if owner._parameters.get(own) is not tensor or memory != _memory(tensor):
             raise StrategyError(
                 f"the forward pass puts another tensor in the place of the parameter {access.plan.name!r}, and an "
                 "optimizer would update the one that was there; write its values instead: parameter.copy_(values)"

@@ -18,9 +18,11 @@ from hyper_parallel.compat.fsdp_groups import GroupParameter, ParameterGroup, wa
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.agreed_collectives import AgreedCollectives
 from hyper_parallel.shard.hooks import Forward, wrap
+from hyper_parallel.shard.weights_elsewhere import WRITTEN_UNDER_TENSOR
 
 Checksum = tuple[float, float, float]
 """Elements, their sum, and that of their squares."""
+_SAMPLED = 64
 _NOTHING: Checksum = (-1.0, 0.0, 0.0)
 
 
@@ -41,21 +43,32 @@ class WrittenWeights:
         self._versions: dict[int, int] = {}
         self._taken: dict[int, Tensor] = {}
         """Identity of a gathered parameter whose `.data` was taken, and its values then."""
+        self._samples: dict[int, Tensor] = {}
+        """Some values of gathered parameters that are split over the tensor axis, whose `.data` tells nothing."""
         self._buffers: dict[str, tuple[Tensor, int]] = {}
         self._written: dict[str, Checksum] = {}
+        collectives.on_hold = self._note_gathered
         for group in collectives.groups:
             if group.name:
                 wrap(group.module, self._around(group))
+            for owner in {id(one.owner): one.owner for one in group.parameters}.values():
+                owner.register_state_dict_pre_hook(self._refuse_state_dict)
+                owner.register_load_state_dict_pre_hook(self._refuse_state_dict)
 
     def begin(self) -> None:
         """A forward pass begins."""
         self._active = True
         self._written.clear()
-        for group in self._collectives.groups:
-            if group.is_gathered:
-                self._note(group)
+        self._versions.clear()
+        self._note_gathered()
         if self._compares_buffers:
             self._buffers = {name: (x, x._version) for name, x in self._model.named_buffers()}
+
+    def abandon(self) -> None:
+        """The forward pass raised an exception."""
+        self._active = False
+        self._taken.clear()
+        self._samples.clear()
 
     def find(self) -> bool:
         """The forward pass has ended: whether it wrote something."""
@@ -64,6 +77,7 @@ class WrittenWeights:
                 self._find(group)
         self._find_buffers()
         self._taken.clear()
+        self._samples.clear()
         self._active = False
         return bool(self._written)
 
@@ -104,12 +118,28 @@ class WrittenWeights:
 
         return wrapper
 
+    def _refuse_state_dict(self, module: nn.Module, *_: Any) -> None:
+        """FSDP2 frees the gathered weights for a state dict."""
+        if self._active:
+            raise StrategyError(
+                f"the forward pass of {self._model_name} takes or loads the state dict of a {type(module).__name__}, "
+                "which has the shards of its weights; copy weight by weight: "
+                "for a, b in zip(to.parameters(), of.parameters()): a.copy_(b)"
+            )
+
+    def _note_gathered(self) -> None:
+        for group in self._collectives.groups:
+            if self._active and group.is_gathered:
+                self._note(group)
+
     def _note(self, group: ParameterGroup) -> None:
         for one in group.parameters:
             gathered = one.gathered
             if gathered is not None:
                 watch_data(gathered, self._data_taken)
-                self._versions[id(one.state)] = _local(gathered)._version
+                self._versions.setdefault(id(one.state), _local(gathered)._version)
+                if isinstance(gathered, DTensor) and id(one.state) not in self._samples:
+                    self._samples[id(one.state)] = _sample(gathered)
 
     def _data_taken(self, parameter: Tensor) -> None:
         if self._active and id(parameter) not in self._taken:
@@ -120,6 +150,12 @@ class WrittenWeights:
             gathered = one.gathered
             if gathered is None:
                 continue
+            before = self._samples.pop(id(one.state), None)
+            if before is not None and not torch.equal(before, _sample(gathered)):
+                name = self._names.get(id(one.state), one.own)
+                raise StrategyError(
+                    f"the forward pass of {self._model_name} writes the weight {name!r}, {WRITTEN_UNDER_TENSOR}"
+                )
             version = _local(gathered)._version
             noted = self._versions.setdefault(id(one.state), version)
             taken = self._taken.pop(id(gathered), None)
@@ -151,6 +187,11 @@ class WrittenWeights:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    values = _local(tensor).detach().flatten()
+    return values[:: max(values.numel() // _SAMPLED, 1)].clone()
 
 
 def _checksum(tensor: Tensor) -> Checksum:

@@ -1,0 +1,85 @@
+"""Modules as users write them, under strategies of real workers, judged by plain PyTorch on one device.
+
+    python benchmarks/user_modules.py [--only written] [--resume]
+
+A cell is three steps of SGD of a module of `harness.own_modules` by real workers over gloo. It is right if each step's
+loss, every gradient (and which weights have one), and every weight and buffer after the step are those of one device;
+refused if it ends in one line. Exits with 1 when one is wrong, raises anything else, or takes longer than its limit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from campaigns import Rows, general, one_line
+from commandline import Only, run
+from measure import quiet
+from pages import Benchmark
+
+from harness import RanksError, run_ranks
+from harness.own_modules import PATTERNS, STRATEGIES, compared
+
+LIMIT_S = 60
+_FAULTS = ("WRONG", "traceback", "hang")
+
+
+def judged(name: str, strategy: str) -> dict[str, str]:
+    """One cell, as the result file has it."""
+    axes = STRATEGIES[strategy]["axes"]
+    world = functools.reduce(lambda product, degree: product * degree, axes.values(), 1)
+    try:
+        outcomes = run_ranks(compared, world, name, strategy, timeout=LIMIT_S)
+    except RanksError as error:
+        hangs = "hung: ranks" in str(error)
+        return {"outcome": "hang" if hangs else "traceback", "detail": one_line(str(error)[-400:], 400)}
+    # What one rank refuses, all must.
+    outcome, detail = min(outcomes, key=lambda pair: ("WRONG", "refused", "right").index(pair[0]))
+    return {"outcome": outcome, "detail": one_line(detail, 400)}
+
+
+def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """How many modules and cells there are, and what they came to."""
+    refusals = Counter(general(cell["detail"]) for cell in cells.values() if cell["outcome"] == "refused")
+    return {
+        "modules": len({name.partition(" | ")[0] for name in cells}),
+        "counts": dict(sorted(Counter(cell["outcome"] for cell in cells.values()).items())),
+        "by kind": dict(
+            sorted(
+                Counter(
+                    f"{PATTERNS[name.partition(' | ')[0]].kind}, {cell['outcome']}"
+                    for name, cell in cells.items()
+                ).items()
+            )
+        ),
+        "refusals": dict(refusals.most_common()),
+    }
+
+
+def main(
+    only: Only = "",
+    resume: Annotated[bool, "only cells without a result, or with a fault"] = False,
+    strategies: Annotated[tuple[str, ...], "among those of the script"] = tuple(STRATEGIES),
+) -> bool:
+    """Run the cells; whether one is a fault."""
+    quiet(threads=1)
+    rows = Rows(BENCHMARK, again=not resume, summary=summary)
+    for name, pattern in PATTERNS.items():
+        for strategy in strategies:
+            cell = f"{name} | {strategy}"
+            before = rows.rows.get(cell)
+            if only not in f"{pattern.kind} {cell}" or (before and before["outcome"] not in _FAULTS):
+                continue
+            rows.rows[cell] = judged(name, strategy)
+            print(f"{cell}: {rows.rows[cell]['outcome']} {rows.rows[cell]['detail']}", flush=True)
+    rows.write()
+    print(summary(rows.rows)["counts"])
+    return any(cell["outcome"] in _FAULTS for cell in rows.rows.values())
+
+
+BENCHMARK = Benchmark("user_modules", key="cells")
+
+if __name__ == "__main__":
+    run(main)
