@@ -20,7 +20,8 @@ from measure import quiet
 from pages import Benchmark
 
 from harness import RanksError, run_ranks
-from harness.own_modules import PATTERNS, STRATEGIES, compared
+from harness.own_module_patterns import PATTERNS
+from harness.own_modules import STRATEGIES, compared
 
 LIMIT_S = 60
 _FAULTS = ("WRONG", "traceback", "hang")

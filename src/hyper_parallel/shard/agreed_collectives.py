@@ -143,6 +143,8 @@ class AgreedCollectives:
         self._comes_to(_event(_Kind.GATHER, self._index[id(group)]))
 
     def _reduces(self, group: ParameterGroup) -> None:
+        if not self._forwards:
+            return  # of a module that was called by itself
         self._note_gradients(group)
         self._comes_to(_event(_Kind.REDUCE, self._index[id(group)]))
 
