@@ -1,27 +1,36 @@
 """Modules as users write them, under strategies of real workers, judged by plain PyTorch on one device.
 
     python benchmarks/user_modules.py [--only written] [--resume]
+    python benchmarks/user_modules.py --cost
 
 A cell is three steps of SGD of a module of `harness.own_modules` by real workers over gloo. It is right if each step's
 loss, every gradient (and which weights have one), and every weight and buffer after the step are those of one device;
 refused if it ends in one line. Exits with 1 when one is wrong, raises anything else, or takes longer than its limit.
+
+`--cost`: what the agreement on collectives, and looking for writes, cost a step of a model without branches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
+from unittest import mock
 
+import torch
 from campaigns import Rows, general, one_line
 from commandline import Only, run
-from measure import quiet
+from measure import in_turns, paired_ratio, quiet, timed
 from pages import Benchmark
+from torch import Tensor, nn
 
 from harness import RanksError, run_ranks
 from harness.own_module_patterns import PATTERNS
 from harness.own_modules import STRATEGIES, compared
+from hyper_parallel import Strategy, parallelize
 
 LIMIT_S = 60
 _FAULTS = ("WRONG", "traceback", "hang")
@@ -45,6 +54,7 @@ def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
     """How many modules and cells there are, and what they came to."""
     refusals = Counter(general(cell["detail"]) for cell in cells.values() if cell["outcome"] == "refused")
     return {
+        "cost": BENCHMARK.kept().get("cost", {}),
         "modules": len({name.partition(" | ")[0] for name in cells}),
         "counts": dict(sorted(Counter(cell["outcome"] for cell in cells.values()).items())),
         "by kind": dict(
@@ -59,13 +69,66 @@ def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class _Layers(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _costs(rank: int, world: int, width: int, layers: int, tokens: int, rounds: int) -> dict[str, float]:
+    """Seconds of a step with and without the agreement, in turns, of the slowest rank."""
+    quiet(threads=1)
+
+    def step_of(agreed: bool) -> Any:
+        torch.manual_seed(0)
+        model = _Layers(width, layers)
+        module = importlib.import_module("hyper_parallel.shard.parallelize")
+        nothing = mock.patch.object(module, "agree_on_collectives")
+        with contextlib.nullcontext() if agreed else nothing:
+            parallelize(model, Strategy(axes={"shard": world}, check=False))
+        x = torch.randn(1, tokens, width)
+
+        def step() -> None:
+            model(x).square().mean().backward()
+            model.zero_grad()
+
+        return step
+
+    steps = {"agreed": step_of(True), "FSDP2 alone": step_of(False)}
+    seconds = in_turns(steps, rounds, functools.partial(timed, world=world), warm=3)
+    return paired_ratio(seconds["agreed"], seconds["FSDP2 alone"])
+
+
 def main(
     only: Only = "",
     resume: Annotated[bool, "only cells without a result, or with a fault"] = False,
     strategies: Annotated[tuple[str, ...], "among those of the script"] = tuple(STRATEGIES),
+    cost: Annotated[bool, "measure a step instead"] = False,
+    rounds: int = 20,
 ) -> bool:
     """Run the cells; whether one is a fault."""
     quiet(threads=1)
+    if cost:
+        sizes = {"width": 256, "layers": 16, "tokens": 512}
+        found = run_ranks(_costs, 2, *sizes.values(), rounds, timeout=600)[0]
+        print(found)
+        BENCHMARK.keep({**BENCHMARK.kept(), "cost": {**sizes, "workers": 2, **found}})
+        return False
     rows = Rows(BENCHMARK, again=not resume, summary=summary)
     for name, pattern in PATTERNS.items():
         for strategy in strategies:

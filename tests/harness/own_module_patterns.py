@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import spectral_norm as spectral_norm_of_hooks
 from torch.nn.utils import weight_norm as weight_norm_of_hooks
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 
@@ -365,6 +366,69 @@ def _same(m: Any, h: Tensor) -> Tensor:
     return h
 
 
+def _recurrent(m: Any, h: Tensor) -> Tensor:
+    return h + m.rnn(h[:, None].expand(-1, 3, -1))[0][:, -1]
+
+
+def _listed(m: Any) -> None:
+    m.lin = nn.Linear(WIDTH, WIDTH)
+    m.kept_weights = [m.lin.weight]
+
+
+def _parameter_list(m: Any) -> None:
+    m.weights = nn.ParameterList([torch.randn(WIDTH) * 0.1 for _ in range(4)])
+
+
+def _by_list(m: Any, h: Tensor) -> Tensor:
+    for number, weight in enumerate(m.weights):
+        rows = h[:, 0].abs() == number
+        if rows.any():
+            h = h + rows[:, None] * weight
+    return h
+
+
+def _repeated(m: Any) -> None:
+    m.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 3)
+
+
+def _checkpointed(m: Any, h: Tensor) -> Tensor:
+    mixed = h
+    for number, expert in enumerate(m.experts):
+        rows = (h[:, 0].abs() == number).nonzero().flatten()
+        if rows.numel():
+            part = checkpoint(lambda x, expert=expert: torch.tanh(expert(x)), h[rows], use_reentrant=False)
+            mixed = mixed.index_add(0, rows, part)
+    return mixed
+
+
+class _View(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1)
+
+
+def _in_place(m: Any, h: Tensor) -> Tensor:
+    for layer in m.layers:
+        output = layer(h)
+        output += h.flatten()
+        h = torch.tanh(output).view_as(h)
+    return h
+
+
+class _Collects(nn.Linear):
+    def forward(self, x: Tensor, terms: Any = None) -> Tensor:
+        output = super().forward(x)
+        if terms is not None:
+            terms["sum"] = terms.get("sum", 0.0) + self.weight.square().sum()
+        return output
+
+
+def _collected(m: Any, h: Tensor) -> Tensor:
+    terms: dict[str, Any] = {}
+    for layer in m.layers:
+        h = h + torch.tanh(layer(h, terms))
+    return h * (1 + 0.1 * terms["sum"])
+
+
 def _once_called(m: nn.Module) -> None:
     m(torch.zeros(2, WIDTH))
 
@@ -501,6 +565,17 @@ PATTERNS: dict[str, Pattern] = {
         _same,
         after=lambda m: parametrizations.weight_norm(m.up),  # type: ignore[arg-type]
     ),
+    "recurrent": Pattern(
+        "outside", lambda m: setattr(m, "rnn", nn.LSTM(WIDTH, WIDTH, batch_first=True)), _recurrent
+    ),
+    "recurrent layers": Pattern("outside", _layers_of(nn.GRUCell, *_W), _through),
+    "parameters in a list": Pattern("outside", _listed, lambda m, h: h + h @ m.kept_weights[0]),
+    "a list of parameters": Pattern("outside", _parameter_list, _by_list),
+    "one layer in three places": Pattern("outside", _repeated, _through),
+    "checkpointed experts": Pattern("conditional", _experts, _checkpointed),
+    "two passes": Pattern("conditional", _experts, lambda m, h: _chosen(m, _chosen(m, h))),
+    "views changed in place": Pattern("other", _layers_of(_View, *_W), _in_place),
+    "a dict of terms": Pattern("outside", _layers_of(_Collects, *_W), _collected, alone=True),
     "no elements": Pattern("other", _empty, _use_empty),
     "lazy": Pattern("other", _lazy, lambda m, h: h + m.lazy(h)),
     "lazy, once called": Pattern("other", _lazy, lambda m, h: h + m.lazy(h), after=_once_called),

@@ -27,8 +27,13 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "shard 2 optimizer": {"axes": {"shard": 2}, "memory": {"shard": "optimizer"}},
     "replicate 2": {"axes": {"replicate": 2}},
     "tensor 2": {"axes": {"tensor": 2}, "rules": RULES},
+    "replicate 2 shard 2": {"axes": {"replicate": 2, "shard": 2}},
+    "shard 2 in 2": {"axes": {"shard": 2}},
+    "shard 2 optimizer in 2": {"axes": {"shard": 2}, "memory": {"shard": "optimizer"}},
+    "replicate 2 shard 2 in 2": {"axes": {"replicate": 2, "shard": 2}},
     "shard 2 tensor 2": {"axes": {"shard": 2, "tensor": 2}, "rules": RULES},
 }
+"""By name; those that end with "in 2" compute a step in two micro-batches."""
 TOLERANCE = 3e-5
 
 
@@ -73,16 +78,24 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.005, momentum=0.5, weight_decay=0.1)
 
 
-def on_one_device(name: str, workers: int) -> list[dict[str, Tensor]]:
+def _micro_batches(strategy: str) -> int:
+    return 2 if strategy.endswith(" in 2") else 1
+
+
+def on_one_device(name: str, workers: int, micro_batches: int = 1) -> list[dict[str, Tensor]]:
     """Of each step the loss, every gradient, and every weight and buffer after it; by plain PyTorch."""
     module = made(name)
     optimizer, found = _optimizer(module), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        parts = rows_of(step).chunk(workers) if PATTERNS[name].alone else (rows_of(step),)
-        loss = torch.stack([_loss(module, part) for part in parts]).sum()
-        loss.backward()
-        values = {"loss": loss.detach()}
+        of_workers = [rows.chunk(micro_batches) for rows in rows_of(step).chunk(workers)]
+        total = torch.zeros(())
+        for parts in zip(*of_workers, strict=True):
+            together = parts if PATTERNS[name].alone else (torch.cat(parts),)
+            loss = torch.stack([_loss(module, part) for part in together]).sum()
+            loss.backward()
+            total += loss.detach()
+        values = {"loss": total}
         values |= {
             f"gradient {n}": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
         }
@@ -92,7 +105,7 @@ def on_one_device(name: str, workers: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def under(name: str, strategy: hp.Strategy) -> list[dict[str, Tensor]]:
+def under(name: str, strategy: hp.Strategy, micro_batches: int = 1) -> list[dict[str, Tensor]]:
     """The same of a parallelized module, on every rank."""
     module = made(name)
     hp.parallelize(module, strategy)
@@ -101,10 +114,13 @@ def under(name: str, strategy: hp.Strategy) -> list[dict[str, Tensor]]:
     for step in range(STEPS):
         optimizer.zero_grad()
         rows = torch.arange(ROWS).chunk(strategy.axes.data)[handle.data_index]
-        with handle.micro_batch(seed=0, step=step, rows=rows):
-            loss = _loss(module, rows_of(step)[rows])
-            loss.backward()
-        values = {"loss": handle.all_reduce(loss.detach().clone(), ("replicate", "shard"))}
+        total = torch.zeros(())
+        for number, part in enumerate(rows.chunk(micro_batches)):
+            with handle.micro_batch(seed=0, step=step, rows=part, last=number == micro_batches - 1):
+                loss = _loss(module, rows_of(step)[part])
+                loss.backward()
+            total += loss.detach()
+        values = {"loss": handle.all_reduce(total, ("replicate", "shard"))}
         parameters = handle.parameters()
         with torch.no_grad():
             values |= {
@@ -150,11 +166,11 @@ def compared(rank: int, world: int, name: str, strategy: str) -> tuple[str, str]
         os.environ["XDG_CACHE_HOME"] = cache
         declared = hp.Strategy(**STRATEGIES[strategy])
         try:
-            ours = under(name, declared)
+            ours = under(name, declared, _micro_batches(strategy))
         except HyperParallelError as refusal:
             line = str(refusal)
             return ("refused" if "\n" not in line else "WRONG"), line
-        off = difference(on_one_device(name, declared.axes.data), ours)
+        off = difference(on_one_device(name, declared.axes.data, _micro_batches(strategy)), ours)
         # Every rank waits for the slowest, so that none ends its connection early.
         dist.barrier()
         return ("WRONG" if off else "right"), off

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.compat.fsdp import groups_of
+from hyper_parallel.compat.pytree import leaves_of, mapped
 
 Announce = Callable[["ParameterGroup"], None]
 
@@ -113,6 +115,7 @@ class ParameterGroup:
             self._post_backward()
 
         group.unshard, group.post_backward = unshard, post_backward
+        group._register_post_backward_hook = functools.partial(_reduce_after, group)
 
     def gather(self) -> None:
         """Gather now, unannounced."""
@@ -139,6 +142,11 @@ class ParameterGroup:
     @flags.setter
     def flags(self, flags: BackwardFlags) -> None:
         self._group.reduce_grads, self._group.reshard_after_backward = flags
+
+    @property
+    def sums_copies(self) -> bool:
+        """Whether the next backward pass sums gradients over the copies of a shard; else a later one does."""
+        return bool(self._group.all_reduce_grads)
 
     def reduce(self) -> None:
         """Reduce now, unannounced, what gradients there are; zeros for the others."""
@@ -175,6 +183,39 @@ class ParameterGroup:
                     gathered.grad = zeros
             elif accumulated and state.unsharded_accumulated_grad is None:
                 state.to_accumulated_grad_if_needed()
+
+
+def _reduce_after(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Have autograd reduce a group when it has passed the tensors that its module is given.
+
+    FSDP2's own goes into lists and dicts, and so hands copies of them to a module, which may put something in.
+    """
+    tensors: list[Tensor] = []
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            tensors.append(value)
+            return _Mark(len(tensors) - 1)
+        return tuple(map(marked, value)) if type(value) is tuple else value
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, _Mark):
+            return passed[value.place]
+        return tuple(map(filled, value)) if type(value) is tuple else value
+
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    with_marks = marked(args), {key: marked(value) for key, value in kwargs.items()}
+    if not tensors:
+        return args, kwargs
+    passed = RegisterPostBackwardFunction.apply(group, *tensors)
+    return filled(with_marks[0]), {key: filled(value) for key, value in with_marks[1].items()}
+
+
+class _Mark(NamedTuple):
+    """Stands where a tensor was."""
+
+    place: int
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
@@ -254,3 +295,35 @@ def watch_data(parameter: nn.Parameter, taken: Callable[[Tensor], None]) -> None
         parameter.__class__ = _WatchedParameter
         assert isinstance(parameter, _WatchedParameter)
         parameter.taken = taken
+
+
+class _UnitOutput(torch.autograd.Function):
+    """A view that a unit returns, as a tensor that PyTorch does not let anyone change in place.
+
+    FSDP2 gathers again when autograd comes to a unit's output; an in-place change of a view drops that hook.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+CHANGED_OUTPUT = "Output 0 of _UnitOutput is a view"
+"""What PyTorch's error says where a unit's output is changed in place."""
+
+
+def unchanged_in_place(output: Any) -> Any:
+    """A unit's output, whose tensors raise an error where they are views and are changed in place."""
+    if not any(isinstance(leaf, Tensor) and _is_view(leaf) for leaf in leaves_of(output)):
+        return output
+    return mapped(
+        lambda leaf: _UnitOutput.apply(leaf) if isinstance(leaf, Tensor) and _is_view(leaf) else leaf, output
+    )
+
+
+def _is_view(x: Tensor) -> bool:
+    return x.requires_grad and x._base is not None

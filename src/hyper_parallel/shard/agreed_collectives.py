@@ -23,7 +23,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyper_parallel.compat import collectives
 from hyper_parallel.compat.fsdp_groups import (
@@ -31,6 +31,7 @@ from hyper_parallel.compat.fsdp_groups import (
     ParameterGroup,
     after_backward,
     parameter_groups,
+    unchanged_in_place,
     watch_lookups,
 )
 from hyper_parallel.compat.pytree import leaves_of
@@ -97,6 +98,8 @@ class AgreedCollectives:
         """Whether each trained parameter had a gradient to reduce in this backward pass, on this rank."""
         self._before: list[bool] = []
         """Whether each had a reduced gradient before it."""
+        self._partial: set[int] = set()
+        """The places of those with a gradient that is not summed over copies yet."""
         self.on_hold: Callable[[], None] = lambda: None
         """Called when all weights are gathered."""
         for group in self.groups:
@@ -113,7 +116,10 @@ class AgreedCollectives:
     def begin_forward(self) -> None:
         """The root's weights are gathered, and its code runs next."""
         if not self._forwards:
-            self._before = [one.sharded.grad is not None for _, one in self._trained]
+            self._before = [
+                one.sharded.grad is not None or place in self._partial
+                for place, (_, one) in enumerate(self._trained)
+            ]
             self._unreduced = [False] * len(self._trained)
         self._forwards += torch.is_grad_enabled()
         if self._whole:
@@ -163,7 +169,7 @@ class AgreedCollectives:
             known += leaves_of(output)
             if leaves_terms(group.module, (args, kwargs), known):
                 self._comes_to(_event(_Kind.TERM, self._index[id(group)]))
-            return output
+            return unchanged_in_place(output)
 
         return wrapper
 
@@ -293,9 +299,13 @@ class AgreedCollectives:
         if self._held is not None:
             self._reduce_all()
             some = self._any(self._unreduced)
-        for place, (_, one) in enumerate(self._trained):
+        for place, (group, one) in enumerate(self._trained):
             if not some[place] and not self._before[place]:
                 one.sharded.grad = None
+            elif group.sums_copies:
+                self._partial.discard(place)
+            else:
+                self._partial.add(place)
         self._pass, self._forwards = None, 0
 
     def _reduce_all(self) -> None:
@@ -336,7 +346,7 @@ def leaves_terms(module: nn.Module, given: Any, known: list[Any]) -> bool:
     seen = {id(one) for one in known}
     kept = [leaf for part in module.modules() for value in vars(part).values() for leaf in _shallow(value)]
     return any(
-        isinstance(one, torch.Tensor) and one.grad_fn is not None and id(one) not in seen
+        isinstance(one, Tensor) and one.grad_fn is not None and id(one) not in seen
         for one in [*kept, *leaves_of(given)]
     )
 

@@ -16,7 +16,8 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.rules import decoder_of, is_transformers
 
-_REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
+REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
+"""The attributes in which `nn.Module` keeps what is registered."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def computed_attributes(model: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors that modules keep of a forward pass, or of weights (`nn.utils.weight_norm`): a deep copy refuses
     what autograd computed."""
     for module in model.modules():
-        own = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
+        own = {key: value for key, value in vars(module).items() if key not in REGISTERED}
         yield from (x for x in leaves_of(own) if isinstance(x, torch.Tensor) and not x.is_leaf)
 
 

@@ -126,16 +126,23 @@ def apply_access(module: nn.Module, accesses: Sequence[AccessedParameter]) -> No
                     assert parameter is not None
                     if id(parameter) not in made:
                         made[id(parameter)] = access(parameter)
-                    owner._parameters[own] = made[id(parameter)]  # type: ignore[assignment]
+                    _put(owner, own, made[id(parameter)])
                 given = [(made[id(parameter)], _memory(made[id(parameter)])) for parameter in stored]
                 output = forward(*args, **kwargs)
             _refuse_exchanged(here, given)
             return output
         finally:
             for (owner, own, _), parameter in zip(here, stored, strict=True):
-                owner._parameters[own] = parameter
+                _put(owner, own, parameter)
 
     wrap(module, wrapper)
+
+
+def _put(owner: nn.Module, own: str, tensor: torch.Tensor | None) -> None:
+    """Put a tensor in a parameter's place, past the checks of `nn.Module`; recurrent modules keep a list, too."""
+    owner._parameters[own] = tensor  # type: ignore[assignment]
+    if isinstance(owner, nn.RNNBase) and own in owner._flat_weights_names:
+        owner._flat_weights[owner._flat_weights_names.index(own)] = tensor
 
 
 def _memory(tensor: torch.Tensor) -> int:

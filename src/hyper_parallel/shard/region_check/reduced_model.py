@@ -251,6 +251,8 @@ def _from_module(model: nn.Module, prefix: int) -> nn.Module:
     """The module with its buffers' values and fewer layers; its parameters are still to be filled."""
     found = layers_of(model)
     left_out = {id(p) for layer in ([*found[1]][prefix:] if found else ()) for p in layer.parameters()}
+    # One layer may stand in several places.
+    left_out -= {id(p) for layer in ([*found[1]][:prefix] if found else ()) for p in layer.parameters()}
     _refuse_large(p for p in model.parameters() if id(p) not in left_out)
     known: dict[int, Any] = {id(x): x.detach().cpu().clone() for x in computed_attributes(model)}
     with torch.no_grad():
