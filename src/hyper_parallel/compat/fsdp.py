@@ -90,6 +90,17 @@ def gradients_are_whole(module: nn.Module) -> bool:
     )
 
 
+def shards(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name to FSDP2's shard of a parameter, also while modules have the gathered one; after a first forward pass."""
+    return {
+        one._param_fqn: one.sharded_param
+        for inner in module.modules()
+        if isinstance(inner, FSDPModule)
+        for group in groups_of(inner)
+        for one in group.fsdp_params
+    }
+
+
 def hooked_shards(module: nn.Module) -> dict[int, list[Callable[[torch.Tensor], torch.Tensor | None]]]:
     """Identity of FSDP2's shard of a parameter to the hooks of its gradient, which FSDP2 sets without calling them."""
     return {

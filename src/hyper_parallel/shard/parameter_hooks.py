@@ -18,7 +18,7 @@ from hyper_parallel.compat.parameter_hooks import Hooks, at_end_of_backward, hoo
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.sharded_model import ShardedModel
-from hyper_parallel.shard.sharded_parameter import ShardedParameter
+from hyper_parallel.shard.sharded_parameter import ShardedParameter, local_of
 
 
 class ParameterHooks:
@@ -74,10 +74,13 @@ class ParameterHooks:
 
     def _around(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if self._before is None and torch.is_grad_enabled():
+            assert self._handle is not None
+            model = self._handle.model
+            now = dict(model.named_parameters()) | fsdp.shards(model)
+            gradients = {name: now[name].grad for name in self._hooks}
             self._before = {
-                one.name: None if one.grad is None else one.grad.clone()
-                for one in self._parameters()
-                if one.name in self._hooks
+                name: None if gradient is None else local_of(gradient).clone()
+                for name, gradient in gradients.items()
             }
         return forward(*args, **kwargs)
 
