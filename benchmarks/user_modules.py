@@ -28,8 +28,7 @@ from pages import Benchmark
 from torch import Tensor, nn
 
 from harness import RanksError, run_ranks
-from harness.own_module_patterns import PATTERNS
-from harness.own_modules import STRATEGIES, compared
+from harness.own_modules import PATTERNS, STRATEGIES, compared
 from hyper_parallel import Strategy, parallelize
 
 LIMIT_S = 60
@@ -137,6 +136,8 @@ def main(
             if only not in f"{pattern.kind} {cell}" or (before and before["outcome"] not in _FAULTS):
                 continue
             rows.rows[cell] = judged(name, strategy)
+            if len(rows.rows) % 20 == 0:
+                rows.write()
             print(f"{cell}: {rows.rows[cell]['outcome']} {rows.rows[cell]['detail']}", flush=True)
     rows.write()
     print(summary(rows.rows)["counts"])

@@ -1,6 +1,6 @@
 """Modules as users write them, of the kinds that a lowering may get wrong, and what one device makes of them.
 
-`compared` trains a variation of `harness.own_module_patterns` for a few steps under a strategy, beside the same module
+`compared` trains a variation of `PATTERNS` for a few steps under a strategy, beside the same module
 on one device with plain PyTorch.
 """
 
@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hyper_parallel as hp
-from harness.own_module_patterns import PATTERNS, WIDTH, Pattern
+from harness.own_module_patterns import BRANCHING_AND_WRITING, WIDTH, Pattern
+from harness.own_module_reaches import REACHING
 from hyper_parallel.errors import HyperParallelError
 
 ROWS, STEPS = 8, 3
+PATTERNS = BRANCHING_AND_WRITING | REACHING
 RULES = {"up": "colwise", "down": "rowwise"}
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "shard 2": {"axes": {"shard": 2}},
@@ -86,6 +88,8 @@ def on_one_device(name: str, workers: int, micro_batches: int = 1) -> list[dict[
     """Of each step the loss, every gradient, and every weight and buffer after it; by plain PyTorch."""
     module = made(name)
     optimizer, found = _optimizer(module), []
+    if PATTERNS[name].kind == "hooks":
+        micro_batches = 1  # a hook is called with the gradient of the step
     for step in range(STEPS):
         optimizer.zero_grad()
         of_workers = [rows.chunk(micro_batches) for rows in rows_of(step).chunk(workers)]

@@ -46,7 +46,9 @@ from hyper_parallel.shard.region_check import (
     check_on_first_call,
     refusal_before_training,
 )
+from hyper_parallel.shard.region_check.rehearsal import rehearse
 from hyper_parallel.shard.region_check.result_cache import unchanged
+from hyper_parallel.shard.region_check.sample_inputs import SeenCall
 from hyper_parallel.shard.rules import is_own, is_transformers
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
@@ -150,11 +152,21 @@ def parallelize(
     if own and mesh.world > 1:
         explain_errors(model)
     if unseen and original is not None:
-        rows = functools.partial(check_rows_of_call, strategy, together)
-        check_on_first_call(model, original, strategy, plan, on_simulated_ranks, together, rows)
+
+        def also(original: nn.Module, call: SeenCall) -> None:
+            check_rows_of_call(strategy, together, original, call)
+            if fsdp2 and pipeline is None:
+                rehearse(handle, on_simulated_ranks, functools.partial(_like, handle), original, call)
+
+        check_on_first_call(model, original, strategy, plan, on_simulated_ranks, together, also)
     if longest is not None:
         refuse_longer(model, strategy, longest)
     return model
+
+
+def _like(handle: ShardedModel, model: nn.Module, strategy: Strategy) -> nn.Module:
+    """A copy spread over the processes of a model."""
+    return parallelize(model, strategy, like=handle)
 
 
 def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace | None) -> None:
