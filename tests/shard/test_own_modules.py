@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from harness import run_ranks
-from harness.own_modules import all_compared, difference, on_one_device
+from harness.own_modules import RULES, all_compared, difference, made, on_one_device, rows_of
 from hyper_parallel import shard
 from hyper_parallel.compat.collectives import counting
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.integration.streamed_sharding import parallelize_streamed
 from hyper_parallel.shard.agreed_collectives import leaves_terms
 from hyper_parallel.shard.model_structure import layers_of, without_values
 from hyper_parallel.strategy import Strategy
@@ -158,6 +159,30 @@ def test_attributes_of_parameters_stay() -> None:
     shard.parallelize(model, Strategy(precision={"param": "bfloat16"}))
     assert model.weight.dtype == torch.bfloat16
     assert model.weight.decay == 0.5  # type: ignore[attr-defined]
+
+
+def _streamed(rank: int, world: int, name: str, axes: dict[str, int]) -> tuple[float, float]:
+    one, model = made(name), made(name)
+    model.out.weight.decay = 0.5  # type: ignore[attr-defined]
+    rules = RULES if "tensor" in axes else {}
+    handle = parallelize_streamed(model, Strategy(axes=axes, rules=rules, check=False), torch.device("cpu"))
+    rows = torch.arange(8).chunk(handle.strategy.axes.data)[handle.data_index]
+    # A hook sees the gradient of its own backward pass, and what was there stays.
+    for x in (rows_of(0), rows_of(1)):
+        one(x).square().sum().backward()
+        model(x[rows]).square().sum().backward()
+    whole = [handle.gather(p.grad, p.layout) for p in handle.parameters() if p.grad is not None]
+    right = [p.grad for p in one.parameters() if p.grad is not None]
+    off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(whole, right, strict=True))
+    return off, model.out.weight.decay  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("clip of a gradient", {"shard": 2}), ("hook on a split weight", {"tensor": 2})]
+)
+def test_hooks_and_attributes_stay_where_weights_are_streamed(name: str, axes: dict[str, int]) -> None:
+    for off, decay in run_ranks(_streamed, 2, name, axes):
+        assert off < 1e-5 and decay == 0.5
 
 
 def test_hooks_stay_on_one_device_where_parameters_are_exchanged_for_another_dtype() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,14 +121,21 @@ def free_gathered(module: nn.Module) -> None:
             inner.reshard()
 
 
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """The attributes that a user set on a parameter."""
+    return {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
+
+
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Exchange every parameter, once each where modules share one, and tell FSDP2 about it."""
+    """Exchange every parameter, once each where modules share one, and tell FSDP2 about it. What the user set on one
+    as an attribute stays."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, old in owner._parameters.items():
             if old is not None:
                 if id(old) not in made:
                     made[id(old)] = make(old)
+                    vars(made[id(old)]).update(attributes_of(old))
                 owner._parameters[name] = made[id(old)]
     for inner in module.modules():
         if isinstance(inner, FSDPModule):

@@ -28,6 +28,14 @@ def hooks_of(parameter: Tensor) -> Hooks:
     )
 
 
+def move_hooks(old: Tensor, new: Tensor) -> None:
+    """Give a parameter the hooks of the one whose place it takes."""
+    if hooks := hooks_of(old):
+        new._backward_hooks = hooks.of_gradient or None
+        if hooks.after_accumulation:
+            new._post_accumulate_grad_hooks = hooks.after_accumulation  # type: ignore[attr-defined]
+
+
 def at_end_of_backward(call: Callable[[], Any]) -> None:
     """Inside of a backward pass: call a function when all gradients are there, after what else was queued."""
     queue = Variable._execution_engine.queue_callback

@@ -30,12 +30,13 @@ class ParameterHooks:
         for name, parameter in model.named_parameters():
             if hooks := hooks_of(parameter):
                 self._hooks[name] = hooks
-            if attributes := {key: x for key, x in vars(parameter).items() if not key.startswith("_")}:
+            if attributes := fsdp.attributes_of(parameter):
                 self._attributes[name] = attributes
         self._handle: ShardedModel | None = None
         self._before: dict[str, Tensor | None] | None = None
         """Whole gradients at the step's first forward pass, of parameters with hooks."""
         self._queued = False
+        self._watched: dict[int, nn.Parameter] = {}
 
     def refuse(self, why: str) -> None:
         """Raise StrategyError where a parameter has a hook."""
@@ -58,9 +59,6 @@ class ParameterHooks:
         if not self._hooks:
             return
         wrap(model, self._around)
-        if not sharded:
-            for name in self._hooks:
-                model.get_parameter(name).register_post_accumulate_grad_hook(self._queue)
 
     def _register(self, model: nn.Module) -> None:
         """On one device a parameter may have been exchanged for one of another dtype."""
@@ -77,6 +75,8 @@ class ParameterHooks:
             assert self._handle is not None
             model = self._handle.model
             now = dict(model.named_parameters()) | fsdp.shards(model)
+            if not fsdp.fully_sharded(model):
+                self._watch([now[name] for name in self._hooks])
             gradients = {name: now[name].grad for name in self._hooks}
             self._before = {
                 name: None if gradient is None else local_of(gradient).clone()
@@ -87,6 +87,13 @@ class ParameterHooks:
     def _parameters(self) -> list[ShardedParameter]:
         assert self._handle is not None
         return self._handle.parameters()
+
+    def _watch(self, parameters: list[nn.Parameter]) -> None:
+        """Have the end of a backward pass through these parameters call the hooks; loaded weights are other ones."""
+        for parameter in parameters:
+            if id(parameter) not in self._watched:
+                parameter.register_post_accumulate_grad_hook(self._queue)
+                self._watched[id(parameter)] = parameter
 
     def _queue(self, _: Tensor) -> None:
         if not self._queued:

@@ -57,12 +57,15 @@ class WrittenWeights:
 
     def begin(self) -> None:
         """A forward pass begins."""
-        self._active = True
+        # In inference mode tensors have no version counters.
+        self._active = not torch.is_inference_mode_enabled()
         self._written.clear()
         self._versions.clear()
         self._note_gathered()
-        if self._compares_buffers:
-            self._buffers = {name: (x, x._version) for name, x in self._model.named_buffers()}
+        if self._active and self._compares_buffers:
+            self._buffers = {
+                name: (x, x._version) for name, x in self._model.named_buffers() if not x.is_inference()
+            }
 
     def abandon(self) -> None:
         """The forward pass raised an exception."""
@@ -72,6 +75,8 @@ class WrittenWeights:
 
     def find(self) -> bool:
         """The forward pass has ended: whether it wrote something."""
+        if not self._active:
+            return False
         for group in self._collectives.groups:
             if group.is_gathered:
                 self._find(group)
