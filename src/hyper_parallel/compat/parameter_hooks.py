@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch.autograd import Variable
 
 
 class Hooks(NamedTuple):
-    """The hooks of one parameter. The mappings are PyTorch's own: a hook that is removed later is gone from them."""
+    """The hooks of one parameter. The dicts are PyTorch's own: a hook that is removed later is gone from them."""
 
-    of_gradient: Mapping[int, Callable[[Tensor], Tensor | None]]
+    of_gradient: dict[int, Callable[[Tensor], Tensor | None]]
     """`register_hook`: called with the gradient of a backward pass."""
-    after_accumulation: Mapping[int, Callable[[Tensor], None]]
+    after_accumulation: dict[int, Callable[[Tensor], None]]
     """`register_post_accumulate_grad_hook`: called with the parameter, once its `.grad` is summed."""
 
     def __bool__(self) -> bool:
@@ -33,7 +33,7 @@ def move_hooks(old: Tensor, new: Tensor) -> None:
     if hooks := hooks_of(old):
         new._backward_hooks = hooks.of_gradient or None
         if hooks.after_accumulation:
-            new._post_accumulate_grad_hooks = hooks.after_accumulation  # type: ignore[attr-defined]
+            new._post_accumulate_grad_hooks = hooks.after_accumulation
 
 
 def at_end_of_backward(call: Callable[[], Any]) -> None:
