@@ -92,6 +92,9 @@ class AgreedCollectives:
         self._pass: _Pass | None = None
         self._forwards = 0
         """Forward passes with gradients since the last backward pass."""
+        self._trains = False
+        """There was one: what FSDP2 announces outside of forward passes belongs to a backward pass, of which one graph
+        may have several."""
         self._held: dict[int, BackwardFlags] | None = None
         """While everything is gathered: what each group's backward pass was asked to do."""
         self._unreduced: list[bool] = []
@@ -116,12 +119,9 @@ class AgreedCollectives:
     def begin_forward(self) -> None:
         """The root's weights are gathered, and its code runs next."""
         if not self._forwards:
-            self._before = [
-                one.sharded.grad is not None or place in self._partial
-                for place, (_, one) in enumerate(self._trained)
-            ]
-            self._unreduced = [False] * len(self._trained)
+            self._note_before()
         self._forwards += torch.is_grad_enabled()
+        self._trains |= torch.is_grad_enabled()
         if self._whole:
             self._hold()
         self._pass = self._new_pass("forward", torch.is_grad_enabled())
@@ -149,7 +149,7 @@ class AgreedCollectives:
         self._comes_to(_event(_Kind.GATHER, self._index[id(group)]))
 
     def _reduces(self, group: ParameterGroup) -> None:
-        if not self._forwards:
+        if not self._trains:
             return  # of a module that was called by itself
         self._note_gradients(group)
         self._comes_to(_event(_Kind.REDUCE, self._index[id(group)]))
@@ -177,6 +177,13 @@ class AgreedCollectives:
         """Whether a forward pass runs in which units are gathered one by one."""
         return self._pass is not None and self._pass.key[0] == "forward" and self._held is None
 
+    def _note_before(self) -> None:
+        self._before = [
+            one.sharded.grad is not None or place in self._partial
+            for place, (_, one) in enumerate(self._trained)
+        ]
+        self._unreduced = [False] * len(self._trained)
+
     def _note_gradients(self, group: ParameterGroup) -> None:
         for place, (owner, one) in enumerate(self._trained):
             if owner is group and one.has_gradient:
@@ -192,7 +199,7 @@ class AgreedCollectives:
 
     def _comes_to(self, event: int) -> None:
         """Return when all ranks have agreed that `event` is next, or when everything is gathered."""
-        if self._pass is None and self._forwards:
+        if self._pass is None and self._trains:
             self._pass = self._new_pass("backward", self._forwards)
         now = self._pass
         if now is None or self._held is not None:
@@ -288,7 +295,7 @@ class AgreedCollectives:
 
     def _end_backward(self) -> None:
         """FSDP2 has ended a backward pass."""
-        if not self._forwards:
+        if not self._trains:
             return  # of modules that were called by themselves
         if self._pass is None:
             self._pass = self._new_pass("backward", self._forwards)
@@ -307,6 +314,7 @@ class AgreedCollectives:
             else:
                 self._partial.add(place)
         self._pass, self._forwards = None, 0
+        self._note_before()
 
     def _reduce_all(self) -> None:
         """Reduce the gradients that are there, in the order of the modules."""
