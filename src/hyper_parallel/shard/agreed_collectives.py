@@ -112,6 +112,9 @@ class AgreedCollectives:
                 watch_lookups(group, self._looked_up)
                 wrap(group.module, self._around(group))
         self._trained = [(group, one) for group in self.groups for one in group.trained]
+        self._places: dict[int, list[int]] = {id(group): [] for group in self.groups}
+        for place, (group, _) in enumerate(self._trained):
+            self._places[id(group)].append(place)
         after_backward(model, self._end_backward)
 
     # What the model's own wrapper calls.
@@ -185,8 +188,8 @@ class AgreedCollectives:
         self._unreduced = [False] * len(self._trained)
 
     def _note_gradients(self, group: ParameterGroup) -> None:
-        for place, (owner, one) in enumerate(self._trained):
-            if owner is group and one.has_gradient:
+        for place in self._places[id(group)]:
+            if self._trained[place][1].has_gradient:
                 self._unreduced[place] = True
 
     # The protocol.
