@@ -18,6 +18,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.integration.streamed_sharding import parallelize_streamed
 from hyper_parallel.shard.agreed_collectives import leaves_terms
 from hyper_parallel.shard.model_structure import layers_of, without_values
+from hyper_parallel.shard.weights_elsewhere import refuse_sparse_gradients
 from hyper_parallel.strategy import Strategy
 
 RIGHT = {
@@ -110,15 +111,18 @@ def test_once_the_order_is_known_a_pass_ends_with_one_small_collective() -> None
         assert second == third == 2
 
 
-def _twice(rank: int, world: int) -> float:
-    """The largest difference of a gradient after two backward passes through one graph."""
-    one, model = made("experts of some rows"), made("experts of some rows")
+def _twice(rank: int, world: int, name: str) -> float:
+    """The largest difference of a gradient after two backward passes through one graph, with evaluations between."""
+    one, model = made(name), made(name)
     shard.parallelize(model, Strategy(axes={"shard": 2}, check=False))
     handle = shard.sharded(model)
     rows = torch.arange(8).chunk(2)[rank]
     worst = 0.0
     for step in range(2):
         for module, x in ((one, rows_of(step)), (model, rows_of(step)[rows])):
+            with torch.no_grad():
+                module(x)
+            # Of the module, not of an optimizer: of the parameters that it has now.
             module.zero_grad()
             output = module(x)
             output[:, :2].square().sum().backward(retain_graph=True)
@@ -131,8 +135,9 @@ def _twice(rank: int, world: int) -> float:
     return worst
 
 
-def test_a_graph_may_have_two_backward_passes() -> None:
-    for worst in run_ranks(_twice, 2):
+@pytest.mark.parametrize("name", ["experts of some rows", "layers that run three times"])
+def test_a_graph_may_have_two_backward_passes_and_steps_evaluations_between_them(name: str) -> None:
+    for worst in run_ranks(_twice, 2, name):
         assert worst < 1e-5
 
 
@@ -229,6 +234,11 @@ def test_weights_computed_from_others_are_no_layers_and_are_copied_without_value
     old.weight.sum().backward()
     copied = without_values(nn.Sequential(old))
     assert copied[0].weight.is_meta and not old.weight.is_meta
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(StrategyError, match="'0' is an Embedding with sparse=True"):
+        refuse_sparse_gradients(nn.Sequential(nn.Embedding(3, 4, sparse=True)))
 
 
 def test_a_lazy_module_is_refused_before_anything_is_touched() -> None:

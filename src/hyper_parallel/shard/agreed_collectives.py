@@ -137,7 +137,7 @@ class AgreedCollectives:
             self._escalate()
             written = self._any([wrote])
         self._pass = None
-        if not self._forwards and self._held is not None:
+        if not self._forwards:
             self._release()
         return written[0]
 
@@ -288,10 +288,11 @@ class AgreedCollectives:
         self.on_hold()
 
     def _release(self) -> None:
-        """Let the groups do what they were asked to, without a backward pass."""
-        assert self._held is not None
+        """End a pass that no backward pass follows. The root's weights go too: gathered ones would be computed with
+        after an optimizer's update, and `zero_grad` would look for gradients on them."""
         for group in self.groups:
-            group.flags = self._held[id(group)]
+            if self._held is not None:
+                group.flags = self._held[id(group)]
             if group.flags.reshard:
                 group.free()
         self._held = None

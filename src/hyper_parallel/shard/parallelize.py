@@ -54,7 +54,11 @@ from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
 from hyper_parallel.shard.tensor_parallel import apply_boundaries, apply_edges
 from hyper_parallel.shard.vision_towers import apply_towers
-from hyper_parallel.shard.weights_elsewhere import explain_errors, refuse_parameters_in_attributes
+from hyper_parallel.shard.weights_elsewhere import (
+    explain_errors,
+    refuse_parameters_in_attributes,
+    refuse_sparse_gradients,
+)
 from hyper_parallel.shard.whole_tensors import cut
 from hyper_parallel.shard.written_weights import WrittenWeights
 from hyper_parallel.strategy import Strategy
@@ -114,6 +118,7 @@ def parallelize(
     # Everything that may be refused is, before the model is touched.
     if mesh.world > 1:
         refuse_parameters_in_attributes(model)
+        refuse_sparse_gradients(model)
     dtypes = compute_dtypes(model, strategy.precision)
     refuse_other_draws(model)
     frees_after_forward(strategy.memory, separately_gathered(model, plan, dtypes))

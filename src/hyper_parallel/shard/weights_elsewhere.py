@@ -36,6 +36,16 @@ def refuse_parameters_in_attributes(model: nn.Module) -> None:
                 )
 
 
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Raise StrategyError for an embedding with sparse gradients, which no collective reduces."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise StrategyError(
+                f"{name!r} is an {type(module).__name__} with sparse=True, and sparse gradients cannot be reduced over "
+                "ranks; build it with sparse=False"
+            )
+
+
 def explain_errors(model: nn.Module) -> None:
     """Raise StrategyError where the model's code meets a shard in a weight's place."""
     name = type(model).__name__.removeprefix("FSDP")
