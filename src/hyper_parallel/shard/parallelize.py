@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard.activation_checkpointing import apply_recompute, recomputed_modules
-from hyper_parallel.shard.agreed_collectives import AgreedCollectives
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
 from hyper_parallel.shard.context.gather_positions import apply_gathered
 from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws, sites_of
@@ -28,7 +27,6 @@ from hyper_parallel.shard.experts.load_balancing import Routing
 from hyper_parallel.shard.experts.token_layout import apply_experts_plan
 from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
-from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.loss.root import apply_loss
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.own_terms import own_terms
@@ -60,7 +58,7 @@ from hyper_parallel.shard.weights_elsewhere import (
     refuse_sparse_gradients,
 )
 from hyper_parallel.shard.whole_tensors import cut
-from hyper_parallel.shard.written_weights import WrittenWeights
+from hyper_parallel.shard.written_weights import agree_on_collectives
 from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]
@@ -287,29 +285,6 @@ def _apply_accesses(
                     by_group.setdefault(group, []).append(AccessedParameter(module, own, access))
     for name, accesses in by_group.items():
         apply_access(model.get_submodule(name), accesses)
-
-
-def agree_on_collectives(model: nn.Module, axes: ProcessMesh, strategy: Strategy) -> None:
-    """Have ranks agree on the collectives of a model whose code may branch, and keep what its forward pass writes."""
-    # At this level weights are gathered for the whole step, and gradients kept whole, in any case.
-    agreed = AgreedCollectives(model, axes, whole=strategy.memory.shard == "optimizer")
-    written = WrittenWeights(model, agreed, buffers=strategy.check)
-
-    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        agreed.begin_forward()
-        written.begin()
-        try:
-            output = forward(*args, **kwargs)
-            wrote = written.find()
-        except BaseException:
-            agreed.abandon()
-            written.abandon()
-            raise
-        if agreed.end_forward(wrote):
-            written.compare()
-        return output
-
-    wrap(model, wrapper)
 
 
 def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype]) -> str:

@@ -18,7 +18,9 @@ from hyper_parallel.compat.fsdp_groups import GroupParameter, ParameterGroup, wa
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.agreed_collectives import AgreedCollectives
 from hyper_parallel.shard.hooks import Forward, wrap
+from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.shard.weights_elsewhere import WRITTEN_UNDER_TENSOR
+from hyper_parallel.strategy import Strategy
 
 Checksum = tuple[float, float, float]
 """Elements, their sum, and that of their squares."""
@@ -188,6 +190,29 @@ class WrittenWeights:
             after = now.get(name)
             if after is not None and (after is not before or after._version != version):
                 self._written[name] = _checksum(after)
+
+
+def agree_on_collectives(model: nn.Module, axes: ProcessMesh, strategy: Strategy) -> None:
+    """Have ranks agree on the collectives of a model whose code may branch, and keep what its forward pass writes."""
+    # At this level weights are gathered for the whole step, and gradients kept whole, in any case.
+    agreed = AgreedCollectives(model, axes, whole=strategy.memory.shard == "optimizer")
+    written = WrittenWeights(model, agreed, buffers=strategy.check)
+
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        agreed.begin_forward()
+        written.begin()
+        try:
+            output = forward(*args, **kwargs)
+            wrote = written.find()
+        except BaseException:
+            agreed.abandon()
+            written.abandon()
+            raise
+        if agreed.end_forward(wrote):
+            written.compare()
+        return output
+
+    wrap(model, wrapper)
 
 
 def _local(tensor: Tensor) -> Tensor:
