@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,39 @@ def begin_micro_batch(module: nn.Module, *, last: bool, keep_parameters: bool, k
             inner.set_is_last_backward(last)
 
 
+def gradients_are_whole(module: nn.Module) -> bool:
+    """Whether a backward pass that has just ended reduced gradients over all ranks, as the last of a step does."""
+    return all(
+        group.reduce_grads and group.all_reduce_grads
+        for inner in module.modules()
+        if isinstance(inner, FSDPModule)
+        for group in groups_of(inner)
+    )
+
+
+def shards(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name to FSDP2's shard of a parameter, also while modules have the gathered one; after a first forward pass."""
+    return {
+        one._param_fqn: one.sharded_param
+        for inner in module.modules()
+        if isinstance(inner, FSDPModule)
+        for group in groups_of(inner)
+        for one in group.fsdp_params
+    }
+
+
+def hooked_shards(module: nn.Module) -> dict[int, list[Callable[[torch.Tensor], torch.Tensor | None]]]:
+    """Identity of FSDP2's shard of a parameter to the hooks of its gradient, which FSDP2 sets without calling them."""
+    return {
+        id(one.sharded_param): [*one.sharded_param._backward_hooks.values()]
+        for inner in module.modules()
+        if isinstance(inner, FSDPModule)
+        for group in groups_of(inner)
+        for one in group.fsdp_params
+        if one.sharded_param._backward_hooks
+    }
+
+
 def free_gathered(module: nn.Module) -> None:
     """Give up gathered parameters that a forward pass without a backward pass left behind."""
     for inner in module.modules():
@@ -87,23 +121,30 @@ def free_gathered(module: nn.Module) -> None:
             inner.reshard()
 
 
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """The attributes that a user set on a parameter."""
+    return {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
+
+
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Exchange every parameter, once each where modules share one, and tell FSDP2 about it."""
+    """Exchange every parameter, once each where modules share one, and tell FSDP2 about it. What the user set on one
+    as an attribute stays."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, old in owner._parameters.items():
             if old is not None:
                 if id(old) not in made:
                     made[id(old)] = make(old)
+                    vars(made[id(old)]).update(attributes_of(old))
                 owner._parameters[name] = made[id(old)]
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
-            for group in _groups(inner):
+            for group in groups_of(inner):
                 for parameter in group.fsdp_params:
                     parameter.reset_sharded_param()
 
 
-def _groups(module: FSDPModule) -> list:  # type: ignore[type-arg]
+def groups_of(module: FSDPModule) -> list:  # type: ignore[type-arg]
     """The parameter groups of one fully sharded module, under whichever name this torch keeps them."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.parameter_hooks import move_hooks
 from hyper_parallel.shard import ShardedModel, fill_weights, parallelize, sharded
 from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.strategy import Strategy
@@ -58,7 +59,9 @@ def streamed(
 
 
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    move_hooks(parameter, empty)
+    return empty
 
 
 def _whole(held: dict[str, Tensor], device: torch.device, from_rank_0: bool) -> Iterator[tuple[str, Tensor]]:

@@ -19,12 +19,16 @@ Wrapper = Callable[..., Any]
 """Called as ``wrapper(forward, *args, **kwargs)``; returns what the module returns."""
 
 _ATTRIBUTE = "_hyper_parallel_wrappers"
+_OWN_FORWARD = "_hyper_parallel_own_forward"
 
 
 def wrap(module: nn.Module, wrapper: Wrapper) -> None:
     """Put `wrapper` around the module's forward, outside of those that are there already."""
     wrappers = module.__dict__.setdefault(_ATTRIBUTE, [])
     if not wrappers:
+        # A forward that the user set on the module itself would be called in the place of the class's.
+        if "forward" in module.__dict__:
+            module.__dict__[_OWN_FORWARD] = module.__dict__.pop("forward")
         module.__class__ = _wrapped(type(module))
     wrappers.append(wrapper)
 
@@ -37,7 +41,7 @@ def _wrapped(cls: type[nn.Module]) -> type[nn.Module]:
         return _classes[cls]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call: Forward = functools.partial(cls.forward, self)
+        call: Forward = self.__dict__.get(_OWN_FORWARD) or functools.partial(cls.forward, self)
         for wrapper in self.__dict__[_ATTRIBUTE]:
             call = functools.partial(wrapper, call)
         return call(*args, **kwargs)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
+from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.rules import decoder_of, is_transformers
+
+REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
+"""The attributes in which `nn.Module` keeps what is registered."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,11 @@ def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     decoder = decoder_of(model) if is_transformers(model) else ""
     found: tuple[str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+        if (
+            not isinstance(module, nn.ModuleList)
+            or isinstance(module, ParametrizationList)
+            or len(module) == 0
+        ):
             continue
         if decoder and not name.startswith(f"{decoder}."):
             continue
@@ -119,7 +129,7 @@ def dim_of_features(module: nn.Module, output: bool) -> int:
 
 def without_values(model: nn.Module) -> nn.Module:
     """A copy of a model without its values: every parameter and buffer is on the meta device."""
-    known: dict[int, object] = {}
+    known: dict[int, object] = {id(x): torch.empty_like(x, device="meta") for x in computed_attributes(model)}
     with torch.no_grad():
         for parameter in model.parameters():
             empty = torch.empty_like(parameter, device="meta")
@@ -127,6 +137,14 @@ def without_values(model: nn.Module) -> nn.Module:
         for buffer in model.buffers():
             known[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, known)
+
+
+def computed_attributes(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that modules keep of a forward pass, or of weights (`nn.utils.weight_norm`): a deep copy refuses
+    what autograd computed."""
+    for module in model.modules():
+        own = {key: value for key, value in vars(module).items() if key not in REGISTERED}
+        yield from (x for x in leaves_of(own) if isinstance(x, torch.Tensor) and not x.is_leaf)
 
 
 def is_by_head(parameter: nn.Parameter | None, heads: Heads) -> bool:

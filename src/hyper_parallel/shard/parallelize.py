@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parameter import is_lazy
 
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
@@ -32,6 +33,7 @@ from hyper_parallel.shard.own_terms import own_terms
 from hyper_parallel.shard.owner_check.check import check_rows, check_rows_of_call, refuse_longer
 from hyper_parallel.shard.packed_documents import find_positions_in_masks
 from hyper_parallel.shard.parameter_gather import Access, AccessedParameter, Dtypes, apply_access
+from hyper_parallel.shard.parameter_hooks import ParameterHooks
 from hyper_parallel.shard.pipeline_place import PipelinePlace
 from hyper_parallel.shard.placement import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
@@ -42,13 +44,21 @@ from hyper_parallel.shard.region_check import (
     check_on_first_call,
     refusal_before_training,
 )
+from hyper_parallel.shard.region_check.rehearsal import rehearse
 from hyper_parallel.shard.region_check.result_cache import unchanged
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.region_check.sample_inputs import SeenCall
+from hyper_parallel.shard.rules import is_own, is_transformers
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
 from hyper_parallel.shard.tensor_parallel import apply_boundaries, apply_edges
 from hyper_parallel.shard.vision_towers import apply_towers
+from hyper_parallel.shard.weights_elsewhere import (
+    explain_errors,
+    refuse_parameters_in_attributes,
+    refuse_sparse_gradients,
+)
 from hyper_parallel.shard.whole_tensors import cut
+from hyper_parallel.shard.written_weights import agree_on_collectives
 from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]
@@ -104,6 +114,9 @@ def parallelize(
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None
 
     # Everything that may be refused is, before the model is touched.
+    if mesh.world > 1:
+        refuse_parameters_in_attributes(model)
+        refuse_sparse_gradients(model)
     dtypes = compute_dtypes(model, strategy.precision)
     refuse_other_draws(model)
     frees_after_forward(strategy.memory, separately_gathered(model, plan, dtypes))
@@ -118,7 +131,10 @@ def parallelize(
             longest = check_rows(model, strategy, on_simulated_ranks, together)
     original = skeleton if skeleton is not None or not unseen else without_values(model)
 
-    gathers = lowering == "traceable"
+    own, gathers = is_own(model), lowering == "traceable"
+    hooks = ParameterHooks(model)
+    if gathers and axes.connected:
+        hooks.refuse("lowering='traceable' is for steps that are captured, which call none")
     apart = pipeline is not None and pipeline.submodels
     find_positions_in_masks(model)
     routing, balancing = _apply(model, plan, strategy, axes, dtypes, gathers, towers=not apart)
@@ -131,19 +147,41 @@ def parallelize(
     # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
     for name in mesh.names:
         _ = axes[name]
-    attach(ShardedModel(model, strategy, plan, axes, skeleton, routing, balancing, pipeline))
+    handle = ShardedModel(model, strategy, plan, axes, skeleton, routing, balancing, pipeline)
+    attach(handle)
+    if own and fsdp.fully_sharded(model):
+        agree_on_collectives(model, axes, strategy)
+    hooks.apply(handle)
+    if own and mesh.world > 1:
+        explain_errors(model)
     if unseen and original is not None:
-        rows = functools.partial(check_rows_of_call, strategy, together)
-        check_on_first_call(model, original, strategy, plan, on_simulated_ranks, together, rows)
+
+        def also(original: nn.Module, call: SeenCall) -> None:
+            check_rows_of_call(strategy, together, original, call)
+            if fsdp2 and pipeline is None:
+                rehearse(handle, on_simulated_ranks, functools.partial(_like, handle), original, call)
+
+        check_on_first_call(model, original, strategy, plan, on_simulated_ranks, together, also)
     if longest is not None:
         refuse_longer(model, strategy, longest)
     return model
+
+
+def _like(handle: ShardedModel, model: nn.Module, strategy: Strategy) -> nn.Module:
+    """A copy spread over the processes of a model."""
+    return parallelize(model, strategy, like=handle)
 
 
 def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace | None) -> None:
     """Raise StrategyError for a model that cannot be parallelized now, or not by this call."""
     if is_sharded(model):
         raise StrategyError(f"this {type(model).__name__} is parallelized already")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise StrategyError(
+                f"{name!r} of {type(model.get_submodule(name.rpartition('.')[0])).__name__} has no shape before its "
+                "first call; call the model once on a sample, and then hp.parallelize"
+            )
     if strategy.submodels:
         raise StrategyError(
             "strategy.submodels: hp.parallelize spreads a model as a whole; 'train' takes such a run file, and "
@@ -235,26 +273,31 @@ def _apply_accesses(
     alone = plan.mesh.world == 1
     by_group: dict[str, list[AccessedParameter]] = {}
     for name, module in model.named_modules():
-        group = _group_of(name, plan, dtypes, root=is_transformers(model))
+        groups = {_group_of(name, plan, dtypes)}
+        if not is_transformers(model):
+            # A module of the user's may be called by itself.
+            groups.add(name)
         for own, parameter in module._parameters.items():
             if parameter is not None and not (alone and parameter.dtype == dtypes[name]):
                 dtype_pair = Dtypes(dtypes[name], reduce)
                 access = Access(plan.parameters[known[id(parameter)]], axes, dtype_pair, gathers)
-                by_group.setdefault(group, []).append(AccessedParameter(module, own, access))
+                for group in groups:
+                    by_group.setdefault(group, []).append(AccessedParameter(module, own, access))
     for name, accesses in by_group.items():
         apply_access(model.get_submodule(name), accesses)
 
 
-def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype], root: bool) -> str:
-    """The module whose forward gathers a module's parameters: its layer; outside of layers the `root` of a Transformers
-    model, which always runs whole, and the module itself in other models.
+def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype]) -> str:
+    """The module whose forward gathers a module's parameters: its layer; outside of layers, and where nothing is stored
+    in shards, the root.
 
     A module with another compute dtype than the model is gathered separately and forms its own group, as do experts.
     """
     if dtypes[name] != dtypes[""] or name in plan.experts:
         return name
-    if plan.layers is None or not name.startswith(f"{plan.layers}."):
-        return "" if root else name
+    stored_whole = plan.mesh.size("replicate") * plan.mesh.size(plan.mesh.storage) == 1
+    if stored_whole or plan.layers is None or not name.startswith(f"{plan.layers}."):
+        return ""
     index = name[len(plan.layers) + 1 :].partition(".")[0]
     return f"{plan.layers}.{index}"
 
@@ -325,7 +368,8 @@ def _fully_shard(
             compute=compute if compute != stored else None,
             reduce=reduce if reduce != compute else None,
             reshard_after_forward=reshard,
-            ignored=[p for p in module.parameters() if plans[id(p)].storage != storage],
+            # Of no elements there are no shards.
+            ignored=[p for p in module.parameters() if plans[id(p)].storage != storage or not p.numel()],
             dims={p: plans[id(p)].storage_dim or 0 for p in module.parameters()},
             gather=levels.all_gather if levels else None,
             scatter=levels.reduce_scatter if levels else None,

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.compat.local_tensor import per_rank, per_rank_int
 from hyper_parallel.compat.paged_out_parameters import present
 from hyper_parallel.compat.uneven_gradients import local_for_compute
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.mesh_axis import Axis, _Moved
@@ -115,18 +116,47 @@ def apply_access(module: nn.Module, accesses: Sequence[AccessedParameter]) -> No
     """
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        stored = [owner._parameters[own] for owner, own, _ in accesses]
+        # Inside of a module that made them ready, there is nothing to do for those below it.
+        here = [one for one in accesses if isinstance(one.owner._parameters[one.own], nn.Parameter)]
+        stored = [owner._parameters[own] for owner, own, _ in here]
+        made: dict[int, torch.Tensor] = {}
         try:
-            made: dict[int, torch.Tensor] = {}
             with present(*stored):
-                for (owner, own, access), parameter in zip(accesses, stored, strict=True):
+                for (owner, own, access), parameter in zip(here, stored, strict=True):
                     assert parameter is not None
                     if id(parameter) not in made:
                         made[id(parameter)] = access(parameter)
-                    owner._parameters[own] = made[id(parameter)]  # type: ignore[assignment]
-                return forward(*args, **kwargs)
+                    _put(owner, own, made[id(parameter)])
+                given = [(made[id(parameter)], _memory(made[id(parameter)])) for parameter in stored]
+                output = forward(*args, **kwargs)
+            _refuse_exchanged(here, given)
+            return output
         finally:
-            for (owner, own, _), parameter in zip(accesses, stored, strict=True):
-                owner._parameters[own] = parameter
+            for (owner, own, _), parameter in zip(here, stored, strict=True):
+                _put(owner, own, parameter)
 
     wrap(module, wrapper)
+
+
+def _put(owner: nn.Module, own: str, tensor: torch.Tensor | None) -> None:
+    """Put a tensor in a parameter's place, past the checks of `nn.Module`; recurrent modules keep a list, too."""
+    owner._parameters[own] = tensor  # type: ignore[assignment]
+    if isinstance(owner, nn.RNNBase) and own in owner._flat_weights_names:
+        owner._flat_weights[owner._flat_weights_names.index(own)] = tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a plain tensor's values lie; setting its `.data` changes that."""
+    return tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+
+
+def _refuse_exchanged(
+    accesses: Sequence[AccessedParameter], made: Sequence[tuple[torch.Tensor, int]]
+) -> None:
+    """Raise StrategyError where the forward pass put another tensor in a parameter's place."""
+    for (owner, own, access), (tensor, memory) in zip(accesses, made, strict=True):
+        if owner._parameters.get(own) is not tensor or memory != _memory(tensor):
+            raise StrategyError(
+                f"the forward pass puts another tensor in the place of the parameter {access.plan.name!r}, and an "
+                "optimizer would update the one that was there; write its values instead: parameter.copy_(values)"
+            )

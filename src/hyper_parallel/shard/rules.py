@@ -84,6 +84,11 @@ def is_transformers(model: nn.Module) -> bool:
     )
 
 
+def is_own(model: nn.Module) -> bool:
+    """Whether the model's code is the user's own, and not that of one of Transformers' families."""
+    return not type(without_adapters(model)).__module__.startswith("transformers.")
+
+
 def decoder_of(model: nn.Module) -> str:
     """The name of the language model's decoder in a Transformers model: what holds the layers, and no vision tower."""
     core: Any = without_adapters(model)

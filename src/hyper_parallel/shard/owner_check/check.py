@@ -133,7 +133,14 @@ def check_rows_of_call(
         verdict: dict[str, Any] = json.loads(text)
         return verdict
 
-    refuse_dependent(original, Comparison(**agreed_verdict(found, together)), strategy)
+    verdict = Comparison(**agreed_verdict(found, together))
+    if verdict.written:
+        name = type(original).__name__
+        raise StrategyError(
+            f"the forward pass of {name} writes {verdict.written!r}, and what it writes depends on the rows that it is "
+            f"given; {_data_axes(strategy)} gives each rank some of them; {_one_rank()}"
+        )
+    refuse_dependent(original, verdict, strategy)
 
 
 def refuse_longer(model: nn.Module, strategy: Strategy, positions: int) -> None:

@@ -56,6 +56,8 @@ class Comparison:
     """What differs by how much, or why nothing could be compared; in words."""
     positions: int | None = None
     """Of `length` where it differs: rows of no more positions than this do not depend on each other."""
+    written: str = ""
+    """Of `rows` in a call: the weight or buffer that the forward pass writes from its rows."""
 
     @property
     def right(self) -> bool:

@@ -1,4 +1,4 @@
-"""Whether the rows of a call depend on each other, in a module that is called as its user calls it.
+"""Whether the rows of a call depend on each other, or on what it writes, in a module called as its user calls it.
 
 A second call is drawn in the same shapes, and both are computed one by one, and as one call of twice the rows. So each
 pass has as many rows as the user gives, or more: batch statistics of one row raise errors of their own.
@@ -16,7 +16,7 @@ from hyper_parallel.compat.pytree import leaves_of, mapped
 from hyper_parallel.shard.owner_check.comparisons import ALONE, Comparison, decided, without_dropout
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check.check import quiet
-from hyper_parallel.shard.region_check.outcome import Outcome
+from hyper_parallel.shard.region_check.outcome import TOLERANCE, Outcome
 from hyper_parallel.shard.region_check.reduced_model import reduce
 from hyper_parallel.shard.region_check.sample_inputs import SeenCall
 
@@ -43,12 +43,39 @@ def compare_rows(original: nn.Module, call: SeenCall, count: int | None) -> Comp
             modes = {name: module.training for name, module in original.named_modules()}
             for name, module in template.named_modules():
                 module.training = modes.get(name, module.training)
-            return decided(
+            values = copy.deepcopy(template)
+            found = decided(
                 lambda precise, template=template: _outcomes(  # type: ignore[misc]
                     template.to(torch.float64) if precise else template, (call, other), together, dim
                 )
             )
+            if found.verdict == "right" and (name := _written_from_rows(values, (call, other, together))):
+                return Comparison("differs", "it writes from its rows", written=name)
+            return found
     return Comparison("not applicable", "no copy of it is small enough")
+
+
+def _written_from_rows(template: nn.Module, calls: tuple[SeenCall, ...]) -> str:
+    """The first weight or buffer that calls with other rows leave with other values; empty where there is none."""
+    after: list[dict[str, Tensor]] = []
+    for call in calls:
+        module = copy.deepcopy(template)
+        with torch.no_grad():
+            module(*call.args, **dict(call.kwargs))
+        after.append(dict([*module.named_parameters(), *module.named_buffers()]))
+    first, *others = after
+    for name, value in first.items():
+        for other in others:
+            # What grows with the rows is a table, no state.
+            if name in other and other[name].shape == value.shape and not _close(value, other[name]):
+                return name
+    return ""
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
 def _joined(call: SeenCall, other: SeenCall, count: int, dim: int) -> SeenCall:

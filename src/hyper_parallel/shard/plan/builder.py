@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -115,12 +116,13 @@ class PlanBuilder:
         )
 
     def finished(self) -> Plan:
-        """The plan, with the storage of every parameter split inside what already splits it; scalars stay whole."""
+        """The plan, with the storage of every parameter split inside what already splits it; scalars, and what has
+        no elements, stay whole."""
         parameters = {
             name: ParameterPlan(
                 name,
                 plan.layout.split(self._storage_dims.get(name, 0), plan.storage)
-                if plan.layout.shape
+                if math.prod(plan.layout.shape) and plan.layout.shape
                 else plan.layout,
                 plan.storage,
                 plan.summed,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import chunk
@@ -208,6 +209,7 @@ class _TensorPlanner:
                 for own in leaf._parameters:
                     self._set(part, own, summed=(self.axis,))
             return
+        self._refuse_computed(name, module, rule)
         if rule == "vocab":
             self._vocabulary(name, module)
             return
@@ -222,6 +224,21 @@ class _TensorPlanner:
             self._rowwise(name, module)
         else:
             self._colwise(name, module, rule)
+
+    def _refuse_computed(self, name: str, module: nn.Module, rule: RuleName) -> None:
+        """Raise StrategyError where what a rule splits is computed from other parameters."""
+        for part, leaf in module.named_modules(prefix=name):
+            computed = isinstance(leaf, ParametrizationList) or any(
+                f"{own}_{part}" in leaf._parameters
+                for own in ("weight", "bias")
+                for part in ("g", "v", "orig")
+            )
+            if computed:
+                raise StrategyError(
+                    f"the rule {rule!r} splits a weight of {name!r}, which is computed from other parameters "
+                    "(parametrizations, weight norm, spectral norm); in strategy.rules give it, and what its output "
+                    "feeds, replicate"
+                )
 
     def _norm(self, name: str, module: nn.Module) -> None:
         """A norm over features that are split: so are its weights, and its statistics are summed."""

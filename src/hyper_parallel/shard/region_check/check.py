@@ -30,6 +30,7 @@ from hyper_parallel.shard.region_check.randomness import unrepeatable
 from hyper_parallel.shard.region_check.reduced_model import Reduced, reduce
 from hyper_parallel.shard.region_check.sample_inputs import NothingToCompare, SampleCall, SeenCall, TokenCall
 from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.weights_elsewhere import WRITTEN_UNDER_TENSOR
 from hyper_parallel.strategy import Strategy, recomputes
 
 log = logging.getLogger(__name__)
@@ -221,7 +222,7 @@ def _on_a_copy(
         for call in calls:
             fitted = _fitted(call, small)
             try:
-                run(small.model, Strategy(check=False), fitted, spread)
+                alone = run(small.model, Strategy(check=False), fitted, spread)
             except NothingToCompare as error:
                 return Unchecked(str(error))
             except HyperParallelError as refusal:
@@ -236,6 +237,9 @@ def _on_a_copy(
                     f"{drawn} draws random numbers that would not be the same under this strategy as on one device; "
                     f"use nn.Dropout or torch.nn.functional.dropout, or set the rate to 0 ({SKIP})"
                 )
+            if strategy.axes.tensor > 1 and (written := alone.written_weight(small.model)):
+                name = type(without_adapters(small.model)).__name__
+                return f"the forward pass of {name} writes the weight {written!r}, {WRITTEN_UNDER_TENSOR} ({SKIP})"
             if not _changes(strategy):
                 return small
             return _compared(small, fitted, spread) or small

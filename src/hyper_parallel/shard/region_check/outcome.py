@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from hyper_parallel.compat import suspended_groups
 from hyper_parallel.compat.float64 import float64
 from hyper_parallel.compat.local_tensor import agreed, on_rank, one_device, simulated_ranks
 from hyper_parallel.shard.region_check.sample_inputs import SampleCall
-from hyper_parallel.shard.sharded_model import LOSS_AXES, sharded
+from hyper_parallel.shard.sharded_model import LOSS_AXES, ShardedModel, sharded
 from hyper_parallel.strategy import Strategy
 
 Spread = Callable[[nn.Module, Strategy], nn.Module]
@@ -32,10 +32,16 @@ COARSE = 1e-3
 
 @dataclass(frozen=True)
 class Outcome:
-    """The objective and every parameter's whole gradient, on the CPU."""
+    """The objective, every parameter's whole gradient and what the pass wrote, on the CPU."""
 
     objective: float
     gradients: dict[str, Tensor]
+    written: dict[str, Tensor] = field(default_factory=dict)
+    """The weights and buffers that have other values after the pass than before it."""
+
+    def written_weight(self, model: nn.Module) -> str:
+        """The first weight of the model that the pass wrote; empty where it wrote none."""
+        return next((name for name, _ in model.named_parameters() if name in self.written), "")
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Mismatch:
         if math.isnan(self.error):
             return f"ranks hold different gradients of {self.tensor}"
         if math.isinf(self.error):
-            return f"only one side has a gradient of {self.tensor}"
+            return f"only one side has {self.tensor}"
         return f"{self.tensor} is off by {self.error:.1e} of its largest element"
 
 
@@ -73,11 +79,31 @@ def run(
         gradients = {
             p.name: agreed(handle.gather(p.grad, p.layout)) for p in handle.parameters() if p.grad is not None
         }
-        return Outcome(float(on_rank(total, 0)), gradients)
+        return Outcome(float(on_rank(total, 0)), gradients, _written(template, handle))
+
+
+def _written(template: nn.Module, handle: ShardedModel) -> dict[str, Tensor]:
+    after = {p.name: agreed(handle.gather(p.local, p.layout)) for p in handle.parameters()}
+    after |= {name: agreed(buffer) for name, buffer in handle.model.named_buffers()}
+    with one_device():
+        before = dict([*template.named_parameters(), *template.named_buffers()])
+        return {
+            name: value
+            for name, value in after.items()
+            if name in before and not torch.equal(value, before[name].detach().to(value))
+        }
 
 
 def worst(whole: Outcome, split: Outcome) -> Mismatch:
     """What differs most between two outcomes of the same values."""
+    for name in whole.written.keys() | split.written.keys():
+        one, many = whole.written.get(name), split.written.get(name)
+        if one is None or many is None or one.shape != many.shape:
+            return Mismatch(f"what the forward pass writes to {name}", math.inf)
+        scale = max(float(one.abs().max()), 1e-30) if one.numel() else 1.0
+        off = float((one.double() - many.double()).abs().max()) / scale if one.numel() else 0.0
+        if not off <= TOLERANCE:
+            return Mismatch(f"what the forward pass writes to {name}", off)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in whole.gradients.values()))
     scale = max(abs(whole.objective), 1e-3)
     found = [Mismatch("the objective", abs(whole.objective - split.objective) / scale)]
@@ -87,7 +113,7 @@ def worst(whole: Outcome, split: Outcome) -> Mismatch:
             # What nothing reaches may have a gradient of zeros, or none.
             other = many if one is None else one
             assert other is not None
-            found.append(Mismatch(name, math.inf if bool(other.any()) else 0.0))
+            found.append(Mismatch(f"a gradient of {name}", math.inf if bool(other.any()) else 0.0))
             continue
         largest = max(float(one.abs().max()) if one.numel() else 0.0, 1e-4 * norm, 1e-30)
         found.append(

@@ -26,7 +26,7 @@ from torch import nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.alike_layers import kinds
 from hyper_parallel.shard.lora_adapters import is_adapted, without_adapters
-from hyper_parallel.shard.model_structure import layers_of
+from hyper_parallel.shard.model_structure import computed_attributes, layers_of
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.rules import is_transformers, matching
 from hyper_parallel.strategy import EXPERT_SPANS, Strategy
@@ -155,7 +155,7 @@ def _ways_of(parameter: Any) -> tuple[Any, ...]:
 
 def _factors(model: nn.Module, prefix: int) -> Iterator[int]:
     found = layers_of(model)
-    skipped = sum(p.numel() for layer in (found[1][prefix:] if found else ()) for p in layer.parameters())
+    skipped = sum(p.numel() for layer in ([*found[1]][prefix:] if found else ()) for p in layer.parameters())
     inside = (
         sum(p.numel() for p in (found[1].parameters() if found else ())) if is_transformers(model) else None
     )
@@ -250,9 +250,11 @@ def _narrow(key: str, value: Any, factor: int) -> Any:
 def _from_module(model: nn.Module, prefix: int) -> nn.Module:
     """The module with its buffers' values and fewer layers; its parameters are still to be filled."""
     found = layers_of(model)
-    left_out = {id(p) for layer in (found[1][prefix:] if found else ()) for p in layer.parameters()}
+    left_out = {id(p) for layer in ([*found[1]][prefix:] if found else ()) for p in layer.parameters()}
+    # One layer may stand in several places.
+    left_out -= {id(p) for layer in ([*found[1]][:prefix] if found else ()) for p in layer.parameters()}
     _refuse_large(p for p in model.parameters() if id(p) not in left_out)
-    known: dict[int, Any] = {}
+    known: dict[int, Any] = {id(x): x.detach().cpu().clone() for x in computed_attributes(model)}
     with torch.no_grad():
         for parameter in model.parameters():
             device = "meta" if id(parameter) in left_out else "cpu"
@@ -269,6 +271,12 @@ def _from_module(model: nn.Module, prefix: int) -> nn.Module:
         assert isinstance(layers, nn.ModuleList)
         del layers[prefix:]
     return made
+
+
+def copy_of_module(model: nn.Module) -> nn.Module:
+    """A copy of a module of the user's with all of its layers; its parameters are still to be filled."""
+    found = layers_of(model)
+    return _from_module(model, len(found[1]) if found else 0)
 
 
 def _refuse_large(parameters: Iterable[nn.Parameter]) -> None:
