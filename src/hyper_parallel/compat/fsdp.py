@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hyper_parallel.compat import collectives
 
@@ -119,6 +122,73 @@ def free_gathered(module: nn.Module) -> None:
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
             inner.reshard()
+
+
+_KEPT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models inside of `gathered_between_passes`."""
+
+
+@contextlib.contextmanager
+def gathered_between_passes(model: nn.Module) -> Iterator[None]:
+    """Inside, forward passes without gradients leave weights gathered for the next one; at the end they are freed."""
+    _KEPT.add(model)
+    try:
+        yield
+    finally:
+        _KEPT.discard(model)
+        free_gathered(model)
+
+
+def keep_gathered_fresh(model: nn.Module) -> None:
+    """Have no forward pass of the root read weights that were gathered before an update of their shards.
+
+    FSDP2 keeps the root's gathered weights, and at some levels all, until a backward pass has used them. After a
+    forward pass without one an optimizer updates the shards, the next forward pass would read the gathered weights,
+    and `zero_grad` and `parameters()` would meet these.
+    """
+    noted: list[tuple[nn.Parameter, int]] = []
+    updated = False
+
+    def step(*_: Any) -> None:
+        nonlocal updated
+        updated = True
+
+    def before(module: nn.Module, *_: Any) -> None:
+        nonlocal updated
+        if updated or any(_version(shard) != version for shard, version in noted):
+            free_gathered(module)
+        noted.clear()
+        updated = False
+
+    def after(module: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled() or module in _KEPT:
+            noted[:] = [(shard, _version(shard)) for shard in _shards_of_gathered(module)]
+        else:
+            free_gathered(module)
+
+    # Fused optimizers, and those over lists of tensors, write DTensors without raising their versions.
+    handle = register_optimizer_step_post_hook(step)
+    weakref.finalize(model, handle.remove)
+    # Before FSDP2's own hook gathers, and after the one that may free again.
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after)
+
+
+def _shards_of_gathered(module: nn.Module) -> list[nn.Parameter]:
+    return [
+        one.sharded_param
+        for inner in module.modules()
+        if isinstance(inner, FSDPModule)
+        for group in groups_of(inner)
+        if group.is_unsharded
+        for one in group.fsdp_params
+    ]
+
+
+def _version(shard: nn.Parameter) -> int:
+    """How often a shard was written: an optimizer writes the DTensor, others the tensor in it."""
+    assert isinstance(shard, DTensor)
+    return shard._version + shard._local_tensor._version
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:

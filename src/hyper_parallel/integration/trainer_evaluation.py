@@ -28,10 +28,8 @@ class SpreadEvaluation(CountedLosses):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own; weights that were gathered for its last forward pass are let go of."""
         self._generate.begin()
-        try:
+        with fsdp.gathered_between_passes(self.model):
             return super().evaluation_loop(*args, **kwargs)
-        finally:
-            fsdp.free_gathered(self.model)
 
     def _new_rows(self) -> int | None:
         """How many rows of this share are no repetition in the batch that was read; None where that is all."""

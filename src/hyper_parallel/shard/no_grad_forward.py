@@ -17,9 +17,8 @@ def inference(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), fsdp.gathered_between_passes(model):
             yield
     finally:
         for module in training:
             module.training = True
-        fsdp.free_gathered(model)

@@ -149,8 +149,10 @@ def parallelize(
         _ = axes[name]
     handle = ShardedModel(model, strategy, plan, axes, skeleton, routing, balancing, pipeline)
     attach(handle)
-    if own and fsdp.fully_sharded(model):
-        agree_on_collectives(model, axes, strategy)
+    if fsdp.fully_sharded(model):
+        fsdp.keep_gathered_fresh(model)
+        if own:
+            agree_on_collectives(model, axes, strategy)
     hooks.apply(handle)
     if own and mesh.world > 1:
         explain_errors(model)
