@@ -38,7 +38,9 @@ def config_of(folder: Path, name: str, **sections: Any) -> RunConfig:
         **sections.pop("train", {}),
     }
     checkpoint = {"every": 1, "keep": 9, **sections.pop("checkpoint", {})}
-    return run_config(folder, name, train=train, checkpoint=checkpoint, **sections)
+    config = run_config(folder, name, train=train, checkpoint=checkpoint, **sections)
+    # Left out, it is what a check of the model says, in which a Bigram may break, too.
+    return config.model_copy(update={"data": config.data.model_copy(update={"pack": False})})
 
 
 def saved(config: RunConfig) -> list[str]:
