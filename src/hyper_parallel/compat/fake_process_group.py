@@ -54,6 +54,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor without memory like a real one."""
+    return mode.from_tensor(tensor)
+
+
 def asks_for_values(error: Exception) -> bool:
     """Whether the error is about reading a value of a fake tensor."""
     return isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode)

@@ -33,8 +33,10 @@ from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.random_state import set_state
 from hyper_parallel.graph.random_state import state_of as random_state_of
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
-from hyper_parallel.offloading.autograd.capture_passes import Passes, lodgers
+from hyper_parallel.offloading.autograd.capture_passes import Passes, staying
+from hyper_parallel.offloading.autograd.python_state import Snapshot
 from hyper_parallel.offloading.autograd.resident_memory import WHOLES
+from hyper_parallel.offloading.autograd.side_effects import Transaction
 from hyper_parallel.offloading.autograd.tensor_digest import (
     SEED,
     TensorDigest,
@@ -58,9 +60,11 @@ class Check:
         call: CallSignature,
         ready: Ready,
         backend: Backend,
+        state: Snapshot,
     ) -> None:
         self._model, self._forward, self._call, self._ready = model, forward, call, ready
-        self._backend = backend
+        self._backend, self._state = backend, state
+        self._outside = ready.passes.outside_now(state) or {}
         self._device = next(model.parameters()).device
         self._generators = _generators(ready.passes)
         self._saved: list[tuple[Tensor, Tensor]] = []
@@ -133,24 +137,26 @@ class Check:
         """What comes of the model's own passes, paged."""
         model, call, passes = self._model, self._call, self._ready.passes
         state = {name: tensor for name, (_, tensor) in module_state(model).items()}
-        shared = lodgers(model)
+        shared = staying(model, call.tensors)
         moving = [x for name, x in state.items() if name.startswith("parameter.") and name not in shared]
-        moving = [x for x in moving if x.untyped_storage().resizable()]
         ids = {id(x) for x in moving}
-        staying = [*(x for x in state.values() if id(x) not in ids), *call.tensors]
-        # Of what inputs are parts of, `staying` has all.
+        fixed = [*(x for x in state.values() if id(x) not in ids), *call.tensors, *self._outside.values()]
+        # Of what inputs are parts of, `fixed` has all.
         held = sum(count for what, count in self._ready.held.items() if what != WHOLES)
-        room = budget - held - _bytes(staying, self._device)
+        room = budget - held - _bytes(fixed, self._device)
         with outside_modes():
             paged = Paged(tiers, room, self._device, passes.step)
-        paged.stay(staying)
+        paged.stay(fixed)
         paged.give(moving)
         self._seed()
+        python = Transaction(self._state)
         try:
             with paged, aliased(model), computed_once(model):
                 found = self._run_own(closely)
         finally:
-            paged.restore(moving)
+            python.undo()
+            self._state.clear_caches()
+            paged.restore()
             torch.clear_autocast_cache()
         return found | self._after(closely)
 
@@ -163,6 +169,7 @@ class Check:
         }
         with torch.enable_grad():
             tensors = [x for x in leaves_of(call.run(self._forward, given)) if isinstance(x, Tensor)]
+        tensors += [x for effect in passes.effects for x in effect.left(self._state)]
         if len(tensors) != len(passes.outputs):
             raise CaptureError(
                 _refusal(f"the model returns {len(tensors)} tensors, and {len(passes.outputs)} when captured")
@@ -188,6 +195,7 @@ class Check:
         """What comes of the plan."""
         passes = self._ready.passes
         tensors = {**{name: x for name, (_, x) in module_state(self._model).items()}, **self._call.named}
+        tensors |= self._outside
         self._seed()
         run = Run(self._ready, tensors)
         with torch.no_grad():
@@ -242,7 +250,7 @@ class Check:
         in the host's memory."""
         states = self._states()
         tensors = [x for name, (_, x) in module_state(self._model).items() if name.startswith("buffer.")]
-        tensors += self._call.tensors
+        tensors += [*self._call.tensors, *self._outside.values()]
         storages = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         with outside_modes():
             memory = self._backend.host_pages(sum(x.untyped_storage().nbytes() for x in storages.values()))

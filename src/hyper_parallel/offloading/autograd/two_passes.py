@@ -17,10 +17,12 @@ from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.autograd.capture_passes import Passes
 from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.autograd.python_state import Snapshot
+from hyper_parallel.offloading.autograd.tensor_digest import fingerprint
 from hyper_parallel.offloading.runtime.expert_overflow import TooUneven
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ready:
     """Two passes with their moves."""
 
@@ -37,6 +39,11 @@ class Ready:
     """How many times their even share of the rows a rank's experts may get; None where no size depends on it."""
     budget: int
     """Bytes of the device that they keep within."""
+    exact: frozenset[str] = frozenset()
+    """Inputs that may not change between the passes in any way, since copies of them come back or are computed with
+    (`capture_passes.exact`)."""
+    seen: Snapshot | None = None
+    """Python state under which the passes are known to hold."""
 
 
 class Run:
@@ -58,7 +65,9 @@ class Run:
             [self._tensors.get(name, _NOTHING) for name in ready.executable.inputs]
         )
         self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._prints: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
         self._results: list[weakref.ref[Tensor] | None] = []
+        self._forward_runs = True
         self._over = ""
         """Why there is no backward pass any more."""
 
@@ -75,6 +84,7 @@ class Run:
                 raise TooUneven(load)
             point, values = self._send(None)
         assert point == HostPoint.TURN, point
+        self._forward_runs = False
         passes = self._ready.passes
         shown = values[: len(passes.outputs)]
         looked_at = {f"output.{at}": tensor for at, tensor in enumerate(shown)} | self._tensors
@@ -82,6 +92,9 @@ class Run:
             name: (tensor.detach(), version(tensor))
             for name, tensor in looked_at.items()
             if name in self._ready.late
+        }
+        self._prints = {
+            name: (x, fingerprint(x)) for name, x in self._tensors.items() if name in self._ready.exact
         }
         # Not the run's own tensors: those would come to hold, by autograd, the run that holds them.
         return [tensor.detach() for tensor in shown]
@@ -144,7 +157,14 @@ class Run:
                     f"{name} was changed in place after the model was called, and its backward pass needs it as it "
                     "was; change a clone, or change it after backward()"
                 )
-        self._versions = {}  # with which some of the results would stay
+        for name, (tensor, print_before) in self._prints.items():
+            if fingerprint(tensor) != print_before:
+                raise HyperParallelError(
+                    f"the values of {name} were changed (through .data, or in memory that it shares) after the model "
+                    "was called, and its backward pass brings back, or computes with, what they were; change them "
+                    "after backward(), or give hp.offload a larger budget"
+                )
+        self._versions, self._prints = {}, {}  # with which some of the results would stay
         for output, result in zip(outputs, self._results, strict=True):
             if result is not None and result() is not None:
                 raise HyperParallelError(
@@ -155,8 +175,9 @@ class Run:
 
     def _send(self, answer: Tensor | None) -> tuple[str, Sequence[Tensor]]:
         assert self._steps is not None
+        # Some kernels ask whether gradients are wanted: an LSTM's keeps its workspace only then.
         try:
-            with below_autograd():
+            with below_autograd(), torch.set_grad_enabled(self._forward_runs):
                 found: tuple[str, Sequence[Tensor]] = self._steps.send(answer)
                 return found
         except StopIteration:
@@ -174,7 +195,7 @@ class Run:
         """It goes no further: the model's state is on the device, and no copy is under way."""
         assert self._steps is not None
         self._steps.close()
-        self._steps, self._over, self._versions = None, why, {}
+        self._steps, self._over, self._versions, self._prints = None, why, {}, {}
         state = {name: x for name, x in self._tensors.items() if not name.startswith("input.")}
         self._ready.runtime.stopped(state)
         self._tensors = {}

@@ -1,0 +1,175 @@
+"""Tokens of Python objects: what of an object is compared between two calls, and which objects hold settings."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import functools
+import random
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.errors import CaptureError
+
+ATOMS = frozenset(
+    {bool, int, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.layout}
+    | {torch.memory_format, torch.Size}
+)
+"""Types whose values are compared."""
+FLOATS = (float, complex)
+_CONFIGS = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+)
+"""The standard library's containers of settings; its other objects are compared by identity."""
+OPAQUE = frozenset({"torch", "numpy", "hyper_parallel", "functorch", "builtins"}) | sys.stdlib_module_names
+"""Packages whose objects are compared by identity, and whose functions' globals are not looked at."""
+_PACKAGES = tuple(
+    {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
+)
+_ARRAY_BYTES = 1 << 20
+"""The largest array of NumPy that each call compares."""
+MISSING = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """An object that is compared by identity, and kept, so that no other one gets its address."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def tensor_token(value: Any) -> Hashable:
+    if not isinstance(value, torch.Tensor):
+        return MISSING
+    if value.layout != torch.strided:
+        return "tensor", value.shape, value.layout, value.dtype
+    return "tensor", value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+
+
+def key_token(key: Any) -> Hashable:
+    if type(key) in ATOMS or type(key) in FLOATS:
+        return type(key), key
+    if isinstance(key, tuple):
+        return tuple(map(key_token, key))
+    return Identity(key)
+
+
+def has_state(value: Any) -> bool:
+    """Whether an object changes when it is used, in no attribute: a random generator, an iterator, an array."""
+    return (
+        isinstance(value, random.Random | bytearray | contextvars.ContextVar)
+        or package(type(value).__module__) == "numpy"
+        or (hasattr(type(value), "__next__") and not isinstance(value, types.GeneratorType))
+    )
+
+
+def state_token(value: Any) -> Hashable:
+    """The state of such an object."""
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, contextvars.ContextVar):
+        content = value.get(None)
+        return (type(content), content) if type(content) in ATOMS else Identity(content)
+    if hasattr(value, "__array_interface__"):  # also a number of NumPy
+        if value.nbytes > _ARRAY_BYTES:
+            raise CaptureError(
+                f"the model refers to an array of NumPy of {value.nbytes:,} bytes, too large to compare at each call; "
+                "make it a buffer (register_buffer), or an input"
+            )
+        return str(value.dtype), value.shape, value.tobytes()
+    if hasattr(value, "bit_generator"):
+        return repr(value.bit_generator.state)
+    try:
+        return repr(value.__reduce__()[1:])
+    except TypeError:  # it cannot be copied, so nobody can say where it is
+        return Identity(value)
+
+
+def shown(token: Any) -> str:
+    if token is MISSING:
+        return "absent"
+    if isinstance(token, Identity):
+        return getattr(token.value, "__qualname__", type(token.value).__name__)
+    if isinstance(token, tuple) and len(token) == 2 and isinstance(token[0], type):
+        return str(token[1])
+    return "another" if not isinstance(token, str | int) else str(token)
+
+
+# Kinds of objects.
+
+
+def package(module: Any) -> str:
+    return str(module).partition(".")[0]
+
+
+@functools.lru_cache(4096)
+def is_users(file: str | None) -> bool:
+    """Whether a file is a user's own: in no folder of installed packages."""
+    if file is None:
+        return False
+    return not file.startswith((*_PACKAGES, str(Path(__file__).parents[2]), "<frozen"))
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether an object is compared by identity alone."""
+    if isinstance(value, _CONFIGS):
+        return False
+    owner = type(value)
+    return package(owner.__module__) in OPAQUE or not (hasattr(value, "__dict__") or slots(value))
+
+
+def answers_itself(owner: type) -> bool:
+    """Whether a class finds attributes by code of its own."""
+    return any(
+        name in vars(base)
+        for base in owner.__mro__
+        if base not in (object, nn.Module)
+        for name in ("__getattr__", "__getattribute__")
+    )
+
+
+def slots(value: Any) -> Sequence[str]:
+    """Attributes that an object has outside of its `__dict__`."""
+    owner = type(value)
+    if owner not in _slots:
+        bases = () if package(owner.__module__) in OPAQUE else owner.__mro__[:-1]
+        _slots[owner] = [
+            name
+            for base in bases
+            for name, slot in vars(base).items()
+            if isinstance(slot, types.MemberDescriptorType)
+        ]
+    return _slots[owner]
+
+
+_slots: weakref.WeakKeyDictionary[type, Sequence[str]] = weakref.WeakKeyDictionary()
+
+
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_of(constant)
