@@ -70,7 +70,7 @@ class Peak:
     """The most bytes of each step's passes."""
 
     def __init__(self) -> None:
-        self.peak = 0
+        self.peak, self.where = 0, ""
 
     def watch(self, net: Any, optimizer: torch.optim.Optimizer, batch: Any) -> AbstractContextManager[Any]:
         there = [*net.parameters(), *net.buffers(), *batch.values()]
@@ -86,7 +86,7 @@ class _Watching(Allocations):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._of.peak = max(self._of.peak, self.peak)
+        self._of.peak, self._of.where = max((self._of.peak, self._of.where), (self.peak, self.where))
 
 
 def run_cell(pattern: Sequence[tuple[str, str]], room: float | None, own: Sequence[Tensor]) -> dict[str, Any]:
@@ -112,9 +112,16 @@ def run_cell(pattern: Sequence[tuple[str, str]], room: float | None, own: Sequen
         off = distance(found, own)
         said = [line for line in lines.lines if NO_BUDGET in line]
         came = "wrong" if off is None or off > 0 else "uncaptured" if said else "right"
-        if came == "right" and peak.peak > budget:
+        if came == "right" and peak.peak > budget and not any(part.computes for part in net.parts):
             came = "over"
-        return {"came": came, "off": off, "budget": budget, "peak": peak.peak, "said": said[:1]}
+        return {
+            "came": came,
+            "off": off,
+            "budget": budget,
+            "peak": peak.peak,
+            "where": peak.where,
+            "said": said[:1],
+        }
     return {"came": "wrong", "why": f"each budget that was said to do was refused, the last {budget}"}
 
 
@@ -200,6 +207,7 @@ def _plan_quickly() -> None:
     logging.disable(logging.NOTSET)
     logging.getLogger().setLevel(logging.ERROR)
     logging.getLogger("hyper_parallel").propagate = False
+    logging.getLogger("hyper_parallel").setLevel(logging.INFO)
     for module, name, value in (("solve", "WORK", 0), ("graph_search", "PLANS", 1)):
         setattr(importlib.import_module(f"hyper_parallel.offloading.schedule.{module}"), name, value)
 

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-WIDTH, ROWS, CLASSES, STEPS = 16, 8, 8, 4
+WIDTH, ROWS, CLASSES, STEPS = 64, 32, 8, 4
 Batch = dict[str, Tensor]
 
 
 class Part:
     """One thing that people do; nothing, unless a subclass says otherwise."""
 
-    through: tuple[str, ...] | None = None
-    """For `hp.offload`, where gradients come back for other results than the loss."""
+    computes = False
+    """The loop runs operators of its own while the model's passes are under way, which no budget covers."""
 
     def build(self, net: Any) -> None:
         """Change a new model."""
@@ -278,6 +278,8 @@ class HookKeeps(Part):
 class AddsLoss(Part):
     """Auxiliary losses in a list, which the loop adds."""
 
+    computes = True
+
     def build(self, net: Any) -> None:
         net.auxiliary = []
 
@@ -397,7 +399,7 @@ class Inputs(Part):
     """Other inputs."""
 
     make: Callable[[Any, Batch, int], Tensor]
-    gradient: bool = False
+    computes: bool = False
     leaf: Tensor | None = field(default=None, repr=False)
 
     def build(self, net: Any) -> None:
@@ -417,14 +419,16 @@ class Inputs(Part):
 
 INPUTS: dict[str, Callable[[], Part]] = {
     "view of a weight": lambda: Inputs(lambda net, b, step: net.table.detach()[step : step + ROWS]),
-    "view of a weight, with its gradient": lambda: Inputs(lambda net, b, step: net.table[step : step + ROWS]),
+    "view of a weight, with its gradient": lambda: Inputs(
+        lambda net, b, step: net.table[step : step + ROWS], True
+    ),
     "transposed": lambda: Inputs(lambda net, b, step: b["x"].T.contiguous().T),
     "expanded": lambda: Inputs(lambda net, b, step: b["x"][:1].expand(ROWS, WIDTH)),
     "expanded, with gradient": lambda: Inputs(
         lambda net, b, step: b["x"][:1].clone().expand(ROWS, WIDTH).requires_grad_()
     ),
     "leaf with gradient": lambda: Inputs(lambda net, b, step: b["x"].clone().requires_grad_()),
-    "computed": lambda: Inputs(lambda net, b, step: b["x"] * net.table[:ROWS]),
+    "computed": lambda: Inputs(lambda net, b, step: b["x"] * net.table[:ROWS], True),
     "fewer rows, then more": lambda: Inputs(lambda net, b, step: b["x"]),
 }
 
@@ -472,6 +476,7 @@ class Wrapper(Part):
 
     make: Callable[[Any], None] = lambda net: None
     run: Callable[[Any, Batch], Any] | None = None
+    computes: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def build(self, net: Any) -> None:
@@ -561,7 +566,7 @@ WRAPPERS: dict[str, Callable[[], Part]] = {
     "compiled part": _extra(lambda: torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager")),  # type: ignore[arg-type,return-value]
     "weight norm": _extra(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
     "gradient inside": _extra(Inner),
-    "functional_call": lambda: Wrapper(run=_functional),
+    "functional_call": lambda: Wrapper(run=_functional, computes=True),
     "torch.func.grad": lambda: Wrapper(run=_func_grad),
     "compiled around": lambda: Wrapper(run=_compiled),
     "FlopCounterMode": lambda: Wrapper(context=lambda: FlopCounterMode(display=False)),
@@ -604,6 +609,10 @@ def _assigned(net: Any) -> None:
     net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
 
 
+def _scaled(p: nn.Parameter) -> None:
+    p.data.mul_(1.1).add_(0.1)
+
+
 def _tied(net: Any) -> None:
     net.norm.bias.data = net.norm.weight.data
 
@@ -617,8 +626,8 @@ MEMORY: dict[str, Callable[[], Part]] = {
     "numpy view": lambda: Memory(lambda net: net.__dict__.update(view=net.head.weight.detach().numpy())),
     "frozen later": lambda: Memory(lambda net: net.first.requires_grad_(False) and None),
     "evaluation": lambda: Memory(lambda net: net.eval() and net.train() and None),
-    "data between the passes": lambda: Memory(late=lambda net: net.first.bias.data.add_(0.1) and None),
-    "weights between the passes": lambda: Memory(late=lambda net: net.second.weight.data.mul_(1.1) and None),
+    "data between the passes": lambda: Memory(late=lambda net: _scaled(net.first.bias)),
+    "weights between the passes": lambda: Memory(late=lambda net: _scaled(net.second.weight)),
 }
 
 

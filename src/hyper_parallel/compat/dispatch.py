@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import _FlopCounterMode
@@ -168,6 +170,8 @@ def transform_around() -> str | None:
     modes = _get_current_dispatch_mode_stack()
     if any(isinstance(mode, _FlopCounterMode) for mode in modes):
         return "FlopCounterMode"
-    if torch.is_inference_mode_enabled():
-        return "torch.inference_mode"
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return "a TorchFunctionMode"
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "saved_tensors_hooks (a checkpoint, for example)"
     return None

@@ -98,9 +98,14 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also what was registered meanwhile goes.
         for module, own in parameters:
+            if module._parameters.keys() != own.keys():
+                module._parameters.clear()
             module._parameters.update(own)
         for module, held in buffers:
+            if module._buffers.keys() != held.keys():
+                module._buffers.clear()
             module._buffers.update(held)
 
 

@@ -368,6 +368,11 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _storage(self, tensor: torch.Tensor, name: str | None = None) -> int:
+        if tensor.layout != torch.strided:
+            raise CaptureError(
+                "it makes a sparse tensor, for which no plan has memory; where it is a gradient, make the embedding "
+                "with sparse=False"
+            )
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._by_address:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from hyper_parallel.compat.dispatch import global_state
 from hyper_parallel.compat.pytree import flatten, unflatten
@@ -74,19 +73,18 @@ class CallSignature:
         args, kwargs = unflatten(leaves, self.shape)
         return function(*args, **kwargs)
 
-    def key(self, model: nn.Module, staying: frozenset[str]) -> Hashable:
+    def key(self, state: Collection[torch.Tensor], staying: frozenset[str]) -> Hashable:
         """The key of a call's graph: tensors by their metadata, other arguments by value, PyTorch's settings.
 
-        `staying`: the state that keeps its memory during the call. What objects among the arguments hold, and the
-        model's attributes, are Python state (`python_state`)."""
-        state = (*model.parameters(), *model.buffers())
+        `state`: the model's. `staying`: what of it keeps its memory during the call. What objects among the arguments
+        hold, and the model's attributes, are Python state (`python_state`)."""
         return (
             tuple((type(leaf), leaf if is_plain(leaf) else None) for leaf in self.leaves),
             self.shape,
             tuple(_kind(tensor) for tensor in self.tensors),
             tuple(_kind(tensor) for tensor in state),
             staying,
-            global_state(state[0].device.type),
+            global_state(next(iter(state)).device.type),
         )
 
     @property

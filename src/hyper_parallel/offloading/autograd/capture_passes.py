@@ -8,6 +8,7 @@ marks them as written, since an optimizer may change them before the next step.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import types
@@ -127,19 +128,18 @@ class Passes:
 _TENSOR = object()
 
 
-def staying(model: nn.Module, inputs: Sequence[Tensor]) -> frozenset[str]:
-    """Of `module_state`, what keeps its memory during a call: given up, it would be gone for others too, or could not
-    be taken again (memory shared with other processes, or with NumPy)."""
-    state = {name: tensor.untyped_storage() for name, (_, tensor) in module_state(model).items()}
-    owners = Counter(storage.data_ptr() for storage in state.values())
-    owners.update({x.untyped_storage().data_ptr() for x in inputs})
-    extents = {
-        name: tensor.numel() * tensor.element_size() for name, (_, tensor) in module_state(model).items()
-    }
+def staying(state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> frozenset[str]:
+    """Of a model's state, by name, what keeps its memory during a call: given up, it would be gone for others too, or
+    could not be taken again (memory shared with other processes, or with NumPy)."""
+    storages = {name: tensor.untyped_storage() for name, tensor in state.items()}
+    owners: dict[int, int] = {x.untyped_storage().data_ptr(): 1 for x in inputs}
+    for storage in storages.values():
+        address = storage.data_ptr()
+        owners[address] = owners.get(address, 0) + 1
     return frozenset(
         name
-        for name, storage in state.items()
-        if owners[storage.data_ptr()] > 1 or storage.nbytes() != extents[name] or not is_movable(storage)
+        for name, storage in storages.items()
+        if owners[storage.data_ptr()] > 1 or storage.nbytes() != state[name].nbytes or not is_movable(storage)
     )
 
 
@@ -148,9 +148,9 @@ def capture_passes(
     forward: Callable[..., Any],
     call: CallSignature,
     through: Sequence[str] | None,
-    keep: bool = True,
-    around: Around | None = None,
-    state: Snapshot | None = None,
+    keep: bool,
+    around: Around | None,
+    state: Snapshot,
 ) -> Passes:
     """Capture the forward and backward pass of one call of `model`, whose forward method is `forward`.
 
@@ -160,7 +160,6 @@ def capture_passes(
     afterwards what it was before. Guards are evaluated on the call's tensors. Raises CaptureError where the passes
     cannot be captured.
     """
-    state = Snapshot() if state is None else state
     made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
     try:
         passes = _capture_passes(model, forward, call, through, keep, around, state, made)
@@ -186,8 +185,8 @@ def _capture_passes(
     spread_experts = around is not None and bool(around.handle.plan.experts)
     mode = fake_mode_with_symbols() if spread_experts else fake_mode()
     questions = Questions(call.named)
-    resident: dict[str, Kind] = dict.fromkeys(staying(model, call.tensors), "constant")
-    outside = _Outside(mode, questions, state, [*_memory(model), *call.tensors])
+    resident: dict[str, Kind] = dict.fromkeys(staying(state.state, call.tensors), "constant")
+    outside = _Outside(mode, questions, state, [*state.state.values(), *call.tensors])
     with faked(model, mode), mode:
         given = [_empty(tensor) for tensor in call.tensors]
         body = _Body(model, forward, call, given, through, keep, around, state)
@@ -214,7 +213,7 @@ def _capture_passes(
             _check_left(model, fakes)
         finally:
             body.forget()
-    _check_written(step, model, call)
+    _check_written(step, state, call)
     _say_written(step)
     if around is not None:
         # Asked for now: the capture has made those that it was the first to need.
@@ -234,10 +233,6 @@ def _capture_passes(
         tuple(body.effects),
         {path: token for path, token in state.entries.items() if path not in body.counted},
     )
-
-
-def _memory(model: nn.Module) -> list[Tensor]:
-    return [tensor for _, tensor in module_state(model).values()]
 
 
 class _Outside:
@@ -277,10 +272,10 @@ class _Outside:
         return name, fake_of(tensor, self._mode)
 
 
-def _check_written(step: StepGraph, model: nn.Module, call: CallSignature) -> None:
+def _check_written(step: StepGraph, state: Snapshot, call: CallSignature) -> None:
     """Raises CaptureError for a graph that writes to an input which shares its memory with other tensors."""
     written = {step.outside[at].name for node in step.nodes for at in writes(node) if at in step.outside}
-    owners = Counter(x.untyped_storage().data_ptr() for x in (*_memory(model), *call.tensors))
+    owners = Counter(x.untyped_storage().data_ptr() for x in (*state.state.values(), *call.tensors))
     for name, tensor in call.named.items():
         if name in written and owners[tensor.untyped_storage().data_ptr()] > 1:
             raise CaptureError(
@@ -297,14 +292,30 @@ def _check_released(made: weakref.WeakValueDictionary[int, Tensor], state: Snaps
     state.clear_caches()
     gc.collect()
     remaining = list(made.values())
-    for tensor in remaining[:1]:
-        holders = [holder for holder in gc.get_referrers(tensor) if not isinstance(holder, types.FrameType)]
-        kinds = ", ".join(sorted({type(holder).__name__ for holder in holders if holder is not remaining}))
-        raise CaptureError(
-            f"the forward pass keeps a tensor of {tuple(tensor.shape)} where hp.offload does not see it (in a "
-            f"{kinds or 'C object'}), and a graph would not put it there again; keep it in an attribute, a list or a "
-            "dict of the model or of the hook, or return it"
-        )
+    if not remaining:
+        return
+    shape, kinds = tuple(remaining[0].shape), set()
+    for tensor in remaining:
+        for holder in gc.get_referrers(tensor):
+            if holder is not remaining and not isinstance(holder, types.FrameType):
+                kinds.add(type(holder).__name__)
+                _take_out(tensor, holder)
+    raise CaptureError(
+        f"the forward pass keeps a tensor of {shape} where hp.offload does not see it (in a "
+        f"{', '.join(sorted(kinds)) or 'C object'}), and a graph would not put it there again; keep it in an "
+        "attribute, a list or a dict of the model or of the hook, or return it"
+    )
+
+
+def _take_out(tensor: Tensor, holder: Any) -> None:
+    """Remove a tensor without values from a container of the user's, as if the forward pass had not run."""
+    if isinstance(holder, dict):
+        for key in [key for key, value in holder.items() if value is tensor]:
+            del holder[key]
+    elif isinstance(holder, list | collections.deque):
+        others = [value for value in holder if value is not tensor]
+        holder.clear()
+        holder.extend(others)
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class Check:
         """What comes of the model's own passes, paged."""
         model, call, passes = self._model, self._call, self._ready.passes
         state = {name: tensor for name, (_, tensor) in module_state(model).items()}
-        shared = staying(model, call.tensors)
+        shared = staying(state, call.tensors)
         moving = [x for name, x in state.items() if name.startswith("parameter.") and name not in shared]
         ids = {id(x) for x in moving}
         fixed = [*(x for x in state.values() if id(x) not in ids), *call.tensors, *self._outside.values()]
@@ -193,11 +193,14 @@ class Check:
 
     def _planned(self, closely: bool) -> dict[str, TensorDigest]:
         """What comes of the plan."""
+        self._seed()
+        # Gradients are let go of before the random state, which takes memory of the host, is looked at.
+        return self._run_planned(closely) | self._after(closely)
+
+    def _run_planned(self, closely: bool) -> dict[str, TensorDigest]:
         passes = self._ready.passes
         tensors = {**{name: x for name, (_, x) in module_state(self._model).items()}, **self._call.named}
-        tensors |= self._outside
-        self._seed()
-        run = Run(self._ready, tensors)
+        run = Run(self._ready, tensors | self._outside)
         with torch.no_grad():
             outputs = run.forward()
             found = self._results(outputs, closely)
@@ -211,7 +214,7 @@ class Check:
         for name, gradient in zip(passes.wanted, gradients, strict=True):
             if gradient is not None:
                 found[f"the gradient of {_named(name)}"] = digest_of(gradient, closely)
-        return found | self._after(closely)
+        return found
 
     def _results(self, tensors: Sequence[Tensor], closely: bool) -> dict[str, TensorDigest]:
         outputs = self._ready.passes.outputs

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat.dispatch import transform_around
 from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.errors import BudgetError, HyperParallelError
-from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
 from hyper_parallel.offloading.autograd.parallel_context import Around
 from hyper_parallel.offloading.autograd.plan_cache import Plans
@@ -70,7 +70,7 @@ class Offloaded:
         """
         model = self._model()
         assert model is not None, "it is being called"
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
+        if not torch.is_grad_enabled() or not _has_gradient(model, args, kwargs):
             return self._forward(*args, **kwargs)
         if _planning.get() or any(is_fake(p) for p in model.parameters()):
             # A part of a model that is being captured, whose budget is around it.
@@ -104,8 +104,8 @@ class Offloaded:
         handle = self._around.handle if self._around is not None else None
         ready, call = agreed(handle, lambda: self._ready(model, args, kwargs))
         while True:
-            tensors = {**{name: x for name, (_, x) in module_state(model).items()}, **call.named}
             assert ready.seen is not None
+            tensors = ready.seen.state | call.named
             tensors |= ready.passes.outside_now(ready.seen) or {}
             run = Run(ready, tensors, self._around, self._plans.load)
             self._run = weakref.ref(run)
@@ -194,3 +194,10 @@ class Offloaded:
             "a model under hp.offload is not saved as a whole; save model.state_dict(), or call "
             "hyper_parallel.release(model) first"
         )
+
+
+def _has_gradient(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a backward pass may come: of the model's parameters, or of what it is called with (a soft prompt)."""
+    if any(p.requires_grad for p in model.parameters()):
+        return True
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of((args, kwargs)))

@@ -111,7 +111,7 @@ class Plans:
         if self._state is None:
             self._state = PythonState(model)
         state = self._state.now(call.objects)
-        known = self._known[call.key(model, staying(model, call.tensors))]
+        known = self._known[call.key(state.state.values(), staying(state.state, call.tensors))]
         for ready in reversed(known):  # the last one first
             if not _holds(ready, state, call):
                 continue
@@ -246,7 +246,9 @@ class Plans:
         return self._budget.budget(step, problem)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, and let go of the model's Python state."""
+        self._known.clear()
+        self._state = None
         for tier in self._tiers.values():
             tier.close()
 

@@ -17,6 +17,7 @@ import collections
 import enum
 import functools
 import operator
+import os
 import sys
 import types
 import weakref
@@ -29,8 +30,10 @@ from torch import nn
 
 from hyper_parallel.compat.dispatch import HOOKS, HOOKS_OF_ALL
 from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.offloading.autograd.state_tokens import (
     ATOMS,
+    CONFIGS,
     FLOATS,
     MISSING,
     OPAQUE,
@@ -105,8 +108,10 @@ class Snapshot:
 
     entries: dict[str, Hashable] = field(default_factory=dict)
     """Path to what is compared."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The model's parameters and buffers (`graph.module_state`)."""
     tensors: dict[str, Place] = field(default_factory=dict)
-    """Places of tensors beside parameters and buffers."""
+    """Places of tensors beside those."""
     containers: dict[str, Any] = field(default_factory=dict)
     """What the walk went through and may change, by path; with a dot at the end where its items are attributes."""
     changing: list[tuple[str, Any]] = field(default_factory=list)
@@ -168,7 +173,9 @@ class Snapshot:
         for path, token in entries.items():
             now = self.entries.get(path, MISSING)
             if now != token:
-                return f"{path} ({shown(token)}, now {shown(now)})"
+                what = path.removesuffix(".*").removesuffix("()")
+                before, after = shown(token), shown(now)
+                return what if before == after else f"{what} ({before}, now {after})"
         return None
 
 
@@ -228,6 +235,7 @@ class PythonState:
             self._dynamic = walk.dynamic
             # A function that was met late may name attributes of what was met before.
             if (len(self.names), self._dynamic) == known:
+                walk.snapshot.state = {name: tensor for name, (_, tensor) in module_state(model).items()}
                 return walk.snapshot
 
 
@@ -338,7 +346,7 @@ class _Walk:
             entries[path] = (Identity(type(value)), repr(value))
         elif isinstance(value, types.ModuleType):
             entries[path] = Identity(value)
-            if is_users(getattr(value, "__file__", None)):
+            if package(value.__name__) not in OPAQUE:
                 self._namespace(vars(value), value.__name__, self.names & vars(value).keys())
         elif has_state(value):
             entries[path] = state_token(value)
@@ -369,6 +377,7 @@ class _Walk:
             self._met.append(parameter)
         for held in (module._parameters, module._buffers, module._modules):
             self.snapshot.watch(held, list(held), list(held.values()))
+        entries[f"{path}()"] = (*module._parameters, *module._buffers, *module._modules)
         for name, child in module._modules.items():
             if child is None:
                 entries[f"{path}.{name}"] = None
@@ -412,10 +421,11 @@ class _Walk:
 
     def _attributes(self, value: Any, path: str, without: Set[str] = frozenset()) -> None:
         """Those of an object that some code may read."""
-        everything = self.dynamic or not hasattr(value, "__dict__") or answers_itself(type(value))
+        everything = self.dynamic or isinstance(value, CONFIGS) or answers_itself(type(value))
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
             keys = [key for key in held if (everything or key in self.names) and key not in without]
+            self.snapshot.entries[f"{path}.*"] = frozenset(keys)
             self._contain(f"{path}.", held)
             self._watch(held, keys)
             for key in keys:
@@ -482,6 +492,8 @@ class _Walk:
             self._attributes(function, name)
         named = {key for code in codes for key in code.co_names}
         self._namespace(function.__globals__, str(function.__module__), named & function.__globals__.keys())
+        if not named.isdisjoint({"environ", "getenv"}):
+            self._add(os.environ, Place([os.environ], 0, "os.environ"))
         for key in named & sys.modules.keys():  # imported by the function itself
             if is_users(getattr(sys.modules[key], "__file__", None)):
                 self._add(sys.modules[key], Place(sys.modules, key, key))
@@ -495,7 +507,7 @@ class _Walk:
             known[key] = None
             if library and isinstance(value, types.FunctionType | type):
                 self.snapshot.entries[f"{name}.{key}"] = Identity(value)
-            elif not isinstance(value, types.ModuleType) or is_users(getattr(value, "__file__", None)):
+            elif not isinstance(value, types.ModuleType) or package(value.__name__) not in OPAQUE:
                 self._add(value, Place(namespace, key, f"{name}.{key}"))
 
     def _class(self, owner: type) -> None:
@@ -514,6 +526,7 @@ class _Walk:
                 if key in self.names and key not in ("__dict__", "__weakref__", "__slots__")
             ]
             self._globals[id(base)] = (name, base, dict.fromkeys(keys))
+            self.snapshot.entries[f"{name}.*"] = frozenset(keys)
             for key in keys:
                 value = held[key]
                 if isinstance(value, types.FunctionType) and package(base.__module__) in OPAQUE:

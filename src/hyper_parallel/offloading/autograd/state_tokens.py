@@ -6,9 +6,13 @@ import argparse
 import collections
 import contextvars
 import functools
+import os
+import pickle
+import queue
 import random
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -27,21 +31,25 @@ ATOMS = frozenset(
 )
 """Types whose values are compared."""
 FLOATS = (float, complex)
-_CONFIGS = (
+CONFIGS = (
     types.SimpleNamespace,
     argparse.Namespace,
     collections.UserDict,
     collections.UserList,
     collections.ChainMap,
+    threading.local,
+    queue.Queue,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
 )
-"""The standard library's containers of settings; its other objects are compared by identity."""
+"""The standard library's containers of settings, all of whose attributes count."""
 OPAQUE = frozenset({"torch", "numpy", "hyper_parallel", "functorch", "builtins"}) | sys.stdlib_module_names
 """Packages whose objects are compared by identity, and whose functions' globals are not looked at."""
 _PACKAGES = tuple(
     {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
 )
 _ARRAY_BYTES = 1 << 20
-"""The largest array of NumPy that each call compares."""
+"""The largest array that each call compares."""
 MISSING = object()
 
 
@@ -75,36 +83,40 @@ def key_token(key: Any) -> Hashable:
 
 
 def has_state(value: Any) -> bool:
-    """Whether an object changes when it is used, in no attribute: a random generator, an iterator, an array."""
-    return (
-        isinstance(value, random.Random | bytearray | contextvars.ContextVar)
-        or package(type(value).__module__) == "numpy"
-        or (hasattr(type(value), "__next__") and not isinstance(value, types.GeneratorType))
-    )
+    """Whether an object may change in no attribute: a random generator, an iterator, an array, an environment."""
+    owner = type(value)
+    if package(owner.__module__) == "numpy":
+        return not callable(value) and not isinstance(value, types.ModuleType)
+    if isinstance(value, CONFIGS) or callable(value) or isinstance(value, types.GeneratorType):
+        return False
+    standard = package(owner.__module__) in sys.stdlib_module_names or owner.__module__ == "builtins"
+    return standard and not isinstance(value, type | types.ModuleType)
 
 
 def state_token(value: Any) -> Hashable:
-    """The state of such an object."""
+    """The state of such an object; itself where nobody can say."""
     if isinstance(value, random.Random):
         return hash(value.getstate())
-    if isinstance(value, bytearray):
-        return bytes(value)
     if isinstance(value, contextvars.ContextVar):
         content = value.get(None)
         return (type(content), content) if type(content) in ATOMS else Identity(content)
-    if hasattr(value, "__array_interface__"):  # also a number of NumPy
-        if value.nbytes > _ARRAY_BYTES:
-            raise CaptureError(
-                f"the model refers to an array of NumPy of {value.nbytes:,} bytes, too large to compare at each call; "
-                "make it a buffer (register_buffer), or an input"
-            )
-        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, types.MappingProxyType | os._Environ):
+        return frozenset((key_token(key), key_token(item)) for key, item in value.items())
     if hasattr(value, "bit_generator"):
         return repr(value.bit_generator.state)
+    if hasattr(value, "tobytes"):  # an array, and also a number of NumPy
+        if value.nbytes > _ARRAY_BYTES if hasattr(value, "nbytes") else len(value) > _ARRAY_BYTES:
+            raise CaptureError(
+                f"the model refers to an array of {len(value):,} rows, too large to compare at each call; make it a "
+                "buffer (register_buffer), or an input"
+            )
+        return str(getattr(value, "dtype", "")), getattr(value, "shape", None), value.tobytes()
     try:
-        return repr(value.__reduce__()[1:])
-    except TypeError:  # it cannot be copied, so nobody can say where it is
+        content = pickle.dumps(value)
+    # Whatever it is that cannot be copied: a lock, a file.
+    except Exception:
         return Identity(value)
+    return content if len(content) <= _ARRAY_BYTES else Identity(value)
 
 
 def shown(token: Any) -> str:
@@ -134,7 +146,7 @@ def is_users(file: str | None) -> bool:
 
 def is_opaque(value: Any) -> bool:
     """Whether an object is compared by identity alone."""
-    if isinstance(value, _CONFIGS):
+    if isinstance(value, CONFIGS):
         return False
     owner = type(value)
     return package(owner.__module__) in OPAQUE or not (hasattr(value, "__dict__") or slots(value))
