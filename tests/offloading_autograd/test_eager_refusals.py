@@ -146,17 +146,26 @@ def test_what_the_backward_pass_needs_may_not_be_changed_meanwhile(what: str) ->
         total.backward()
 
 
+@pytest.mark.parametrize("how", ["in place", "data"])
 @pytest.mark.parametrize("budget", [1_000_000, 220_000])
-def test_what_moves_in_the_backward_pass_does_not_lose_a_change(budget: int) -> None:
+def test_what_moves_in_the_backward_pass_does_not_lose_a_change(budget: int, how: str) -> None:
     model = _offloaded(budget=budget)
     loss = model(_x())["loss"]
     before = model.up.weight.detach().clone()  # no gradient needs it
-    with torch.no_grad():
-        model.up.weight.add_(1)
+    if how == "data":
+        model.up.weight.data.add_(1)
+    else:
+        with torch.no_grad():
+            model.up.weight.add_(1)
     if budget == 1_000_000:  # it stays where it is
         loss.backward()
     else:
-        with pytest.raises(HyperParallelError, match=r"parameter\.up\.weight was changed in place"):
+        what = (
+            r"values of parameter\.up\.weight were changed"
+            if how == "data"
+            else r"parameter\.up\.weight was changed"
+        )
+        with pytest.raises(HyperParallelError, match=what):
             loss.backward()
     assert torch.equal(model.up.weight, before + 1)
 

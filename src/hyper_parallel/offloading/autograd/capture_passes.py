@@ -8,21 +8,17 @@ marks them as written, since an optimizer may change them before the next step.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import gc
-import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hyper_parallel.compat.dispatch import without_autocast
-from hyper_parallel.compat.fake_process_group import fake_mode, fake_of, faked
+from hyper_parallel.compat.fake_process_group import fake_mode, faked
 from hyper_parallel.compat.fake_world import computed_once, taken_for_real
 from hyper_parallel.compat.live_storages import is_movable
 from hyper_parallel.compat.pytree import flatten, leaves_of, unflatten
@@ -32,12 +28,17 @@ from hyper_parallel.graph import Kind, StepGraph, capture, host, is_cache, phase
 from hyper_parallel.graph.gradient_layout import owned
 from hyper_parallel.graph.guards import Question, Questions
 from hyper_parallel.graph.ir import GivenTensor
-from hyper_parallel.graph.memory_effects import reads, touched, writes
+from hyper_parallel.graph.memory_effects import reads, touched
 from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
+from hyper_parallel.offloading.autograd.outside_tensors import (
+    OutsideTensor,
+    OutsideTensors,
+    check_released,
+    check_written,
+)
 from hyper_parallel.offloading.autograd.parallel_context import Around
-from hyper_parallel.offloading.autograd.python_state import ARGUMENTS, Snapshot
 from hyper_parallel.offloading.autograd.side_effects import (
     Change,
     Effect,
@@ -45,33 +46,12 @@ from hyper_parallel.offloading.autograd.side_effects import (
     effects_of,
     same_changes,
 )
-from hyper_parallel.offloading.autograd.state_tokens import tensor_token
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard.saved_gathers import SavedItem, SavedKind
 from hyper_parallel.strategy import Strategy
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-
-@dataclass(frozen=True)
-class OutsideTensor:
-    """A tensor that the forward pass reads, and that is neither the model's state nor an argument of the call."""
-
-    name: str
-    """As an input of the step."""
-    path: str | None
-    """Where each call finds it; None where nobody knows."""
-    tensor: Tensor | None
-    """The tensor itself where there is no path, for example one in a cache of `functools.lru_cache`."""
-    token: Hashable
-    """Its metadata."""
-
-    def now(self, state: Snapshot) -> Tensor | None:
-        """The tensor for a call; None where there is none of the same kind."""
-        found = self.tensor
-        if self.path is not None:
-            found = state.tensors[self.path].get() if self.path in state.tensors else None
-        return found if tensor_token(found) == self.token else None
 
 
 @dataclass(frozen=True)
@@ -108,7 +88,7 @@ class Passes:
     effects: tuple[Effect, ...] = ()
     """What the forward pass does to Python state, with the last of the outputs."""
     entries: Mapping[str, Hashable] | None = None
-    """The Python state under which the passes were captured (`python_state.Snapshot.entries`)."""
+    """The Python state under which the passes were captured (`state_snapshot.Snapshot.entries`)."""
 
     def result(self, tensors: Sequence[Tensor], state: Snapshot) -> Any:
         """What the model returns, of these outputs; its side effects on Python state are done."""
@@ -166,7 +146,7 @@ def capture_passes(
     except BaseException:
         state.clear_caches()
         raise
-    _check_released(made, state)
+    check_released(made, state)
     return passes
 
 
@@ -186,7 +166,7 @@ def _capture_passes(
     mode = fake_mode_with_symbols() if spread_experts else fake_mode()
     questions = Questions(call.named)
     resident: dict[str, Kind] = dict.fromkeys(staying(state.state, call.tensors), "constant")
-    outside = _Outside(mode, questions, state, [*state.state.values(), *call.tensors])
+    outside = OutsideTensors(mode, questions, state, [*state.state.values(), *call.tensors])
     with faked(model, mode), mode:
         given = [_empty(tensor) for tensor in call.tensors]
         body = _Body(model, forward, call, given, through, keep, around, state)
@@ -213,7 +193,7 @@ def _capture_passes(
             _check_left(model, fakes)
         finally:
             body.forget()
-    _check_written(step, state, call)
+    check_written(step, state, call)
     _say_written(step)
     if around is not None:
         # Asked for now: the capture has made those that it was the first to need.
@@ -233,89 +213,6 @@ def _capture_passes(
         tuple(body.effects),
         {path: token for path, token in state.entries.items() if path not in body.counted},
     )
-
-
-class _Outside:
-    """Makes inputs of the tensors that a forward pass finds in attributes, containers, closures and caches."""
-
-    def __init__(self, mode: Any, questions: Questions, state: Snapshot, inside: Sequence[Tensor]) -> None:
-        """`inside`: tensors that are inputs anyway."""
-        self._mode, self._questions = mode, questions
-        self._places = {id(place.get()): replace(place, path=path) for path, place in state.tensors.items()}
-        self._inside = {tensor.untyped_storage().data_ptr() for tensor in inside} - {0}
-        self.found: list[OutsideTensor] = []
-
-    def lift(self, tensor: Tensor) -> tuple[str, Tensor]:
-        """The name of a tensor as an input, and a fake one in its place."""
-        place = self._places.get(id(tensor))
-        what = f"a tensor of {tuple(tensor.shape)} that comes from outside of the step"
-        what += f" ({place.path})" if place is not None else ""
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise CaptureError(
-                f"the forward pass computes with {what} and has a gradient; register it as a parameter of a module "
-                "(register_parameter), or give it to the model as an argument"
-            )
-        if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() in self._inside:
-            raise CaptureError(
-                f"the forward pass reads {what} and shares its memory with a parameter, a buffer or an input; "
-                "read the parameter itself"
-            )
-        if place is not None and place.path.startswith(ARGUMENTS):
-            raise CaptureError(
-                f"an object among the model's arguments holds {what}; give tensors to the model as arguments, or in "
-                "lists, tuples and dicts"
-            )
-        name = f"outside.{len(self.found)}"
-        path, kept = (None, tensor) if place is None else (place.path, None)
-        self.found.append(OutsideTensor(name, path, kept, tensor_token(tensor)))
-        self._questions.know(name, tensor)
-        return name, fake_of(tensor, self._mode)
-
-
-def _check_written(step: StepGraph, state: Snapshot, call: CallSignature) -> None:
-    """Raises CaptureError for a graph that writes to an input which shares its memory with other tensors."""
-    written = {step.outside[at].name for node in step.nodes for at in writes(node) if at in step.outside}
-    owners = Counter(x.untyped_storage().data_ptr() for x in (*state.state.values(), *call.tensors))
-    for name, tensor in call.named.items():
-        if name in written and owners[tensor.untyped_storage().data_ptr()] > 1:
-            raise CaptureError(
-                f"the forward pass writes to {name}, which shares its memory with another input or with a parameter; "
-                "give it a clone"
-            )
-
-
-def _check_released(made: weakref.WeakValueDictionary[int, Tensor], state: Snapshot) -> None:
-    """Raises CaptureError where somebody still holds a tensor of the capture, which has no values."""
-    torch.clear_autocast_cache()
-    if not len(made):
-        return
-    state.clear_caches()
-    gc.collect()
-    remaining = list(made.values())
-    if not remaining:
-        return
-    shape, kinds = tuple(remaining[0].shape), set()
-    for tensor in remaining:
-        for holder in gc.get_referrers(tensor):
-            if holder is not remaining and not isinstance(holder, types.FrameType):
-                kinds.add(type(holder).__name__)
-                _take_out(tensor, holder)
-    raise CaptureError(
-        f"the forward pass keeps a tensor of {shape} where hp.offload does not see it (in a "
-        f"{', '.join(sorted(kinds)) or 'C object'}), and a graph would not put it there again; keep it in an "
-        "attribute, a list or a dict of the model or of the hook, or return it"
-    )
-
-
-def _take_out(tensor: Tensor, holder: Any) -> None:
-    """Remove a tensor without values from a container of the user's, as if the forward pass had not run."""
-    if isinstance(holder, dict):
-        for key in [key for key, value in holder.items() if value is tensor]:
-            del holder[key]
-    elif isinstance(holder, list | collections.deque):
-        others = [value for value in holder if value is not tensor]
-        holder.clear()
-        holder.extend(others)
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -34,9 +34,9 @@ from hyper_parallel.graph.random_state import set_state
 from hyper_parallel.graph.random_state import state_of as random_state_of
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
 from hyper_parallel.offloading.autograd.capture_passes import Passes, staying
-from hyper_parallel.offloading.autograd.python_state import Snapshot
 from hyper_parallel.offloading.autograd.resident_memory import WHOLES
 from hyper_parallel.offloading.autograd.side_effects import Transaction
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.tensor_digest import (
     SEED,
     TensorDigest,

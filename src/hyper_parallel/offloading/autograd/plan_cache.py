@@ -25,8 +25,9 @@ from hyper_parallel.offloading.autograd.call_signature import CallSignature
 from hyper_parallel.offloading.autograd.capture_passes import Passes, capture_passes, exact, late, staying
 from hyper_parallel.offloading.autograd.check_capture import Check
 from hyper_parallel.offloading.autograd.parallel_context import Around
-from hyper_parallel.offloading.autograd.python_state import PythonState, Snapshot
+from hyper_parallel.offloading.autograd.python_state import PythonState
 from hyper_parallel.offloading.autograd.resident_memory import with_resident_inputs
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.two_passes import Ready
 from hyper_parallel.offloading.runtime.open_tiers import cluster_for, machine_of, measured, open_tiers
 from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices

@@ -3,8 +3,8 @@
 A captured graph holds for the Python state under which it was captured. Which state that is follows from the code: the
 walk begins at the model's modules, and goes through their attributes, lists, dicts, sets, objects, hooks and functions;
 of a function through its closure, its defaults and the globals that its code names. Attributes that none of that code
-names are left out. Each leaf becomes an entry of `Snapshot.entries`, by its path: numbers and strings by value,
-functions and unknown objects by identity, tensors by their metadata (the graph reads their values when it runs).
+names are left out. Each leaf becomes an entry of a `Snapshot`, by its path: numbers and strings by value, functions and
+unknown objects by identity, tensors by their metadata (the graph reads their values when it runs).
 
     holds(graph) ⇔ entries(graph) ⊆ entries(now)                                      guards as torch.compile has them
 
@@ -16,13 +16,11 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-import operator
 import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from torch import nn
 from hyper_parallel.compat.dispatch import HOOKS, HOOKS_OF_ALL
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph.module_state import module_state
+from hyper_parallel.offloading.autograd.state_snapshot import Place, Slot, Snapshot
 from hyper_parallel.offloading.autograd.state_tokens import (
     ATOMS,
     CONFIGS,
@@ -45,164 +44,15 @@ from hyper_parallel.offloading.autograd.state_tokens import (
     is_users,
     key_token,
     package,
-    shown,
+    reads_unnamed,
     slots,
     state_token,
     tensor_token,
 )
 
 _LISTS = (list, tuple, collections.deque)
-_DYNAMIC = frozenset(
-    {"getattr", "vars", "__dict__", "eval", "exec", "attrgetter", "asdict", "globals", "locals"}
-)
-"""Names in whose presence code may read attributes that it does not name."""
 _ENTRIES = 100_000
 """Entries beyond which the walk stops."""
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where a value is: an item of a dict or a list, an attribute, or a closure's cell."""
-
-    container: Any
-    key: Any
-    path: str
-    within: str = ""
-    """Path of the container (`Snapshot.containers`)."""
-
-    def get(self) -> Any:
-        """The value; MISSING where there is none."""
-        try:
-            if isinstance(self.container, types.CellType):
-                return self.container.cell_contents
-            if isinstance(self.key, _Slot):
-                return getattr(self.container, self.key.name)
-            if isinstance(self.container, dict):  # whose class may answer by code of its own
-                return dict.__getitem__(self.container, self.key)
-            return self.container[self.key]
-        except (KeyError, IndexError, AttributeError, ValueError):
-            return MISSING
-
-    def set(self, value: Any) -> None:
-        """Put a value there; MISSING takes it away."""
-        if isinstance(self.container, types.CellType):
-            self.container.cell_contents = value
-        elif isinstance(self.key, _Slot):
-            setattr(self.container, self.key.name, value)
-        elif value is MISSING:
-            self.container.pop(self.key, None)
-        else:
-            self.container[self.key] = value
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """The name of an attribute that is in no `__dict__`."""
-
-    name: str
-
-
-@dataclass
-class Snapshot:
-    """The Python state of one moment."""
-
-    entries: dict[str, Hashable] = field(default_factory=dict)
-    """Path to what is compared."""
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The model's parameters and buffers (`graph.module_state`)."""
-    tensors: dict[str, Place] = field(default_factory=dict)
-    """Places of tensors beside those."""
-    containers: dict[str, Any] = field(default_factory=dict)
-    """What the walk went through and may change, by path; with a dot at the end where its items are attributes."""
-    changing: list[tuple[str, Any]] = field(default_factory=list)
-    """Objects whose state is asked each time: random generators, iterators, arrays."""
-    caches: list[Any] = field(default_factory=list)
-    """Functions with a `functools.lru_cache`."""
-    codes: list[types.CodeType] = field(default_factory=list)
-    """Code that a forward pass may run, beside PyTorch's."""
-    _watches: list[tuple[Callable[[Any], Any], Any, tuple[Any, ...], int]] = field(default_factory=list)
-    _empty: list[Any] = field(default_factory=list)
-
-    def unchanged(self) -> bool:
-        """Whether everything that the walk met is still the same object at its place, and tensors of the same kind."""
-        try:
-            if any(self._empty):
-                return False
-            for getter, container, values, size in self._watches:
-                if len(container) != size or not all(map(operator.is_, getter(container), values)):
-                    return False
-        except (KeyError, IndexError, AttributeError, ValueError):
-            return False
-        return all(
-            self.entries[path] == tensor_token(place.get()) for path, place in self.tensors.items()
-        ) and all(self.entries[path] == state_token(value) for path, value in self.changing)
-
-    def watch(self, container: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        """Have `unchanged` look at some items of a dict or list."""
-        if not len(container):
-            self._empty.append(container)
-            return
-        getter: Callable[[Any], Any] = _none_of
-        if keys:
-            # With one key an itemgetter gives no tuple.
-            keys, values = (keys, values) if len(keys) > 1 else (list(keys) * 2, list(values) * 2)
-            getter = operator.itemgetter(*keys)
-            if isinstance(container, dict) and type(container).__getitem__ not in _LOOKUPS:
-                getter = functools.partial(_looked_up, keys)
-        self._watches.append((getter, container, tuple(values), len(container)))
-
-    def watch_attributes(self, value: Any, names: Sequence[str]) -> None:
-        """Have `unchanged` look at attributes that are in no `__dict__`, or at a cell."""
-        for name in names:
-            self._watches.append((_getter_of(name), _Sized(value), (getattr(value, name),), 1))
-
-    def watch_items(self, container: Any) -> None:
-        """Have `unchanged` look at all items of a list, deque or set."""
-        if not container:
-            self._empty.append(container)
-        else:
-            self._watches.append((iter, container, tuple(container), len(container)))
-
-    def clear_caches(self) -> None:
-        """Empty the caches of functions, which may hold tensors that a capture or a check has made."""
-        for function in self.caches:
-            function.cache_clear()
-
-    def difference(self, entries: Mapping[str, Hashable]) -> str | None:
-        """The first of `entries` that is another one now, in words; None where all are the same."""
-        for path, token in entries.items():
-            now = self.entries.get(path, MISSING)
-            if now != token:
-                what = path.removesuffix(".*").removesuffix("()")
-                before, after = shown(token), shown(now)
-                return what if before == after else f"{what} ({before}, now {after})"
-        return None
-
-
-@dataclass(frozen=True, eq=False)
-class _Sized:
-    """An object as a container of one item."""
-
-    value: Any
-
-    def __len__(self) -> int:
-        return 1
-
-
-_LOOKUPS = {dict.__getitem__, collections.OrderedDict.__getitem__}
-
-
-def _looked_up(keys: Sequence[Any], container: dict[Any, Any]) -> list[Any]:
-    """Items of a dict whose class answers by code of its own."""
-    return [dict.__getitem__(container, key) for key in keys]
-
-
-def _none_of(container: Any) -> tuple[()]:
-    return ()
-
-
-def _getter_of(name: str) -> Callable[[Any], tuple[Any]]:
-    return lambda sized: (getattr(sized.value, name),)
 
 
 class PythonState:
@@ -437,7 +287,7 @@ class _Walk:
             item = getattr(value, name)
             if not isinstance(item, torch.Tensor):
                 self.snapshot.watch_attributes(value, [name])
-            self._add(item, Place(value, _Slot(name), f"{path}.{name}"))
+            self._add(item, Place(value, Slot(name), f"{path}.{name}"))
 
     def _watch(self, held: Mapping[Any, Any], keys: Sequence[Any]) -> None:
         """Have the calls look at these items of a dict; tensors may be replaced by others of their kind."""
@@ -451,7 +301,7 @@ class _Walk:
         if isinstance(value, functools.partial):
             self.snapshot.entries[path] = Identity(type(value))
             for name in ("func", "args", "keywords"):
-                self._add(getattr(value, name), Place(value, _Slot(name), f"{path}.{name}"))
+                self._add(getattr(value, name), Place(value, Slot(name), f"{path}.{name}"))
             return
         if isinstance(value, types.MethodType):
             self.snapshot.entries[path] = ("method", Identity(value.__func__))
@@ -475,7 +325,7 @@ class _Walk:
             self.names.update(code.co_names)
             self.names.update(constant for constant in code.co_consts if type(constant) is str)
             self.snapshot.codes.append(code)
-            if is_users(code.co_filename) and not _DYNAMIC.isdisjoint(code.co_names):
+            if is_users(code.co_filename) and reads_unnamed(code):
                 self.dynamic = True
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             place = Place(cell, None, f"{name}.{variable}")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hyper_parallel.compat.pytree import flatten, unflatten
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.offloading.autograd.python_state import Place, Snapshot
+from hyper_parallel.offloading.autograd.state_snapshot import Place, Snapshot
 from hyper_parallel.offloading.autograd.state_tokens import MISSING, slots, state_token
 
 _TENSOR = object()

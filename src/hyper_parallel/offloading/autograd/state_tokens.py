@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import contextvars
 import functools
+import inspect
 import os
 import pickle
 import queue
 import random
 import sys
 import sysconfig
+import textwrap
 import threading
 import types
 import weakref
@@ -185,3 +188,29 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_of(constant)
+
+
+_DYNAMIC = frozenset({"vars", "__dict__", "eval", "exec", "attrgetter", "asdict", "globals", "locals"})
+
+
+_LOOKUPS = frozenset({"getattr", "hasattr"})
+
+
+@functools.lru_cache(4096)
+def reads_unnamed(code: types.CodeType) -> bool:
+    """Whether code may read attributes that it does not name: ``getattr(self, f"layer_{at}")``."""
+    if not _DYNAMIC.isdisjoint(code.co_names):
+        return True
+    if _LOOKUPS.isdisjoint(code.co_names):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError):
+        return True
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    named = (ast.unparse(call.func) not in _LOOKUPS or _is_constant(call.args) for call in calls)
+    return not all(named)
+
+
+def _is_constant(arguments: Sequence[ast.expr]) -> bool:
+    return len(arguments) > 1 and isinstance(arguments[1], ast.Constant)

@@ -17,7 +17,7 @@ from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.autograd.capture_passes import Passes
 from hyper_parallel.offloading.autograd.parallel_context import Around
-from hyper_parallel.offloading.autograd.python_state import Snapshot
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.tensor_digest import fingerprint
 from hyper_parallel.offloading.runtime.expert_overflow import TooUneven
 

@@ -1,0 +1,134 @@
+"""Tensors from outside of a captured step: those that the forward pass finds, and those of the capture that it keeps.
+
+A tensor in an attribute, a container, a closure or a cache becomes an input of the graph, found again at its place at
+each call. A tensor of the capture that somebody still holds afterwards has no values and is taken away again.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import types
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.compat.fake_process_group import fake_of
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.guards import Questions
+from hyper_parallel.graph.memory_effects import writes
+from hyper_parallel.offloading.autograd.call_signature import CallSignature
+from hyper_parallel.offloading.autograd.python_state import ARGUMENTS
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
+from hyper_parallel.offloading.autograd.state_tokens import tensor_token
+
+
+@dataclass(frozen=True)
+class OutsideTensor:
+    """A tensor that the forward pass reads, and that is neither the model's state nor an argument of the call."""
+
+    name: str
+    """As an input of the step."""
+    path: str | None
+    """Where each call finds it; None where nobody knows."""
+    tensor: Tensor | None
+    """The tensor itself where there is no path, for example one in a cache of `functools.lru_cache`."""
+    token: Hashable
+    """Its metadata."""
+
+    def now(self, state: Snapshot) -> Tensor | None:
+        """The tensor for a call; None where there is none of the same kind."""
+        found = self.tensor
+        if self.path is not None:
+            found = state.tensors[self.path].get() if self.path in state.tensors else None
+        return found if tensor_token(found) == self.token else None
+
+
+class OutsideTensors:
+    """Makes inputs of the tensors that a forward pass finds in attributes, containers, closures and caches."""
+
+    def __init__(self, mode: Any, questions: Questions, state: Snapshot, inside: Sequence[Tensor]) -> None:
+        """`inside`: tensors that are inputs anyway."""
+        self._mode, self._questions = mode, questions
+        self._places = {id(place.get()): replace(place, path=path) for path, place in state.tensors.items()}
+        self._inside = {tensor.untyped_storage().data_ptr() for tensor in inside} - {0}
+        self.found: list[OutsideTensor] = []
+
+    def lift(self, tensor: Tensor) -> tuple[str, Tensor]:
+        """The name of a tensor as an input, and a fake one in its place."""
+        place = self._places.get(id(tensor))
+        what = f"a tensor of {tuple(tensor.shape)} that comes from outside of the step"
+        what += f" ({place.path})" if place is not None else ""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"the forward pass computes with {what} and has a gradient; register it as a parameter of a module "
+                "(register_parameter), or give it to the model as an argument"
+            )
+        if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() in self._inside:
+            raise CaptureError(
+                f"the forward pass reads {what} and shares its memory with a parameter, a buffer or an input; "
+                "read the parameter itself"
+            )
+        if place is not None and place.path.startswith(ARGUMENTS):
+            raise CaptureError(
+                f"an object among the model's arguments holds {what}; give tensors to the model as arguments, or in "
+                "lists, tuples and dicts"
+            )
+        name = f"outside.{len(self.found)}"
+        path, kept = (None, tensor) if place is None else (place.path, None)
+        self.found.append(OutsideTensor(name, path, kept, tensor_token(tensor)))
+        self._questions.know(name, tensor)
+        return name, fake_of(tensor, self._mode)
+
+
+def check_written(step: StepGraph, state: Snapshot, call: CallSignature) -> None:
+    """Raises CaptureError for a graph that writes to an input which shares its memory with other tensors."""
+    written = {step.outside[at].name for node in step.nodes for at in writes(node) if at in step.outside}
+    owners = Counter(x.untyped_storage().data_ptr() for x in (*state.state.values(), *call.tensors))
+    for name, tensor in call.named.items():
+        if name in written and owners[tensor.untyped_storage().data_ptr()] > 1:
+            raise CaptureError(
+                f"the forward pass writes to {name}, which shares its memory with another input or with a parameter; "
+                "give it a clone"
+            )
+
+
+def check_released(made: weakref.WeakValueDictionary[int, Tensor], state: Snapshot) -> None:
+    """Raises CaptureError where somebody still holds a tensor of the capture, which has no values."""
+    torch.clear_autocast_cache()
+    if not len(made):
+        return
+    state.clear_caches()
+    gc.collect()
+    remaining = list(made.values())
+    if not remaining:
+        return
+    # It comes after what it was computed from, which autograd keeps with it.
+    shape, kinds = tuple(remaining[-1].shape), set()
+    for tensor in remaining:
+        for holder in gc.get_referrers(tensor):
+            if holder is not remaining and not isinstance(holder, types.FrameType):
+                kinds.add(type(holder).__name__)
+                _take_out(tensor, holder)
+    raise CaptureError(
+        f"the forward pass keeps a tensor of {shape} where hp.offload does not see it (in a "
+        f"{', '.join(sorted(kinds)) or 'C object'}), and a graph would not put it there again; keep it in an "
+        "attribute, a list or a dict of the model or of the hook, or return it"
+    )
+
+
+def _take_out(tensor: Tensor, holder: Any) -> None:
+    """Remove a tensor without values from a container of the user's, as if the forward pass had not run."""
+    if isinstance(holder, dict):
+        for key in [key for key, value in holder.items() if value is tensor]:
+            del holder[key]
+    elif isinstance(holder, list | collections.deque):
+        others = [value for value in holder if value is not tensor]
+        holder.clear()
+        holder.extend(others)

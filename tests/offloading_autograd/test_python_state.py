@@ -1,0 +1,217 @@
+"""Guards see each change of the Python state that a forward pass may read, and not what it does not read."""
+
+from __future__ import annotations
+
+import array
+import gc
+import os
+import queue
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyper_parallel as hp
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.offloading.autograd.python_state import PythonState
+
+FACTORS = {"by": 1.0}
+LOCAL = threading.local()
+ARRAY = array.array("d", [1.0])
+_READ_ONLY = {"by": 1.0}
+VIEW = types.MappingProxyType(_READ_ONLY)
+
+
+class Inner(nn.Module):
+    """A module whose class has a setting."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * getattr(self, "late", 1.0)
+
+
+class Reads(nn.Module):
+    """Reads settings from many places."""
+
+    def __init__(self, closure: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.layers = Inner(), nn.ModuleList([nn.Linear(4, 4)])
+        self.rates, self.by, self.flags = [0.0, 1.0], {"a": {"b": 1.0}}, {"on"}
+        self.config: Any = types.SimpleNamespace(inner=types.SimpleNamespace(factor=1.0))
+        self.closure, self.unread = closure, 1.0
+        self.table = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(self.closure(x)) * self.rates[1] * self.by["a"]["b"] * self.config.inner.factor
+        x = x * FACTORS["by"] * LOCAL.by * ARRAY[0] * VIEW["by"] * float(os.environ.get("HP_TEST_SCALE", "1"))
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.table if "on" in self.flags else x
+
+
+def reads() -> tuple[Reads, Callable[[float], None]]:
+    """The module, and what changes the number in its closure."""
+    by = 1.0
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * by
+
+    def change(value: float) -> None:
+        nonlocal by
+        by = value
+
+    FACTORS["by"] = LOCAL.by = ARRAY[0] = _READ_ONLY["by"] = Inner.scale = 1.0
+    return Reads(scaled), change
+
+
+CHANGES: dict[str, Callable[[Reads], Any]] = {
+    "list": lambda m: m.rates.__setitem__(1, 2.0),
+    "dict in a dict": lambda m: m.by["a"].update(b=2.0),
+    "config in a config": lambda m: setattr(m.config.inner, "factor", 2.0),
+    "config": lambda m: setattr(m, "config", types.SimpleNamespace(inner=types.SimpleNamespace(factor=2.0))),
+    "set": lambda m: m.flags.clear(),
+    "type": lambda m: m.rates.__setitem__(1, 1),
+    "sign of zero": lambda m: m.rates.__setitem__(0, -0.0),
+    "global": lambda m: FACTORS.update(by=2.0),
+    "thread": lambda m: setattr(LOCAL, "by", 2.0),
+    "array": lambda m: ARRAY.__setitem__(0, 2.0),
+    "mapping": lambda m: _READ_ONLY.update(by=2.0),
+    "class": lambda m: setattr(Inner, "scale", 2.0),
+    "attribute before the class": lambda m: setattr(m.inner, "scale", 2.0),
+    "absent before": lambda m: setattr(m.inner, "late", 2.0),
+    "one layer more": lambda m: m.layers.append(nn.Linear(4, 4)),
+    "training": lambda m: m.inner.eval(),
+    "hook": lambda m: m.inner.register_forward_hook(lambda *given: None),
+    "function": lambda m: setattr(m, "closure", torch.relu),
+    "tensor of another dtype": lambda m: setattr(m, "table", m.table.double()),
+    "tied": lambda m: setattr(m.layers[0], "weight", m.layers[0].bias),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_what_the_forward_pass_reads_is_seen(what: str) -> None:
+    model, _ = reads()
+    state = PythonState(model)
+    before = state.now()
+    assert state.now() is before
+    CHANGES[what](model)
+    assert state.now().difference(before.entries) is not None
+
+
+def test_closures_and_environments_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, change = reads()
+    state = PythonState(model)
+    before = state.now()
+    change(2.0)
+    assert "by (1.0, now 2.0)" in str(state.now().difference(before.entries))
+    change(1.0)
+    assert state.now().difference(before.entries) is None
+    monkeypatch.setenv("HP_TEST_SCALE", "2")
+    assert state.now().difference(before.entries) == "os.environ"
+
+
+def test_what_is_equal_or_unread_is_no_change() -> None:
+    model, _ = reads()
+    state = PythonState(model)
+    before = state.now()
+    model.unread, model.rates, model.table = 5.0, [0.0, 1.0], torch.zeros(4)
+    model.also_unread = object()
+    with torch.no_grad():
+        model.layers[0].weight.mul_(2)
+    model.layers[0].weight.data = torch.zeros(4, 4)
+    assert state.now().difference(before.entries) is None
+
+
+def test_too_much_to_compare_is_refused() -> None:
+    model, _ = reads()
+    model.rates = list(range(200_000))
+    with pytest.raises(CaptureError, match="too many to compare at each call"):
+        PythonState(model).now()
+
+
+def test_the_state_keeps_no_model_alive() -> None:
+    model: Any = hp.offload(nn.Sequential(nn.Linear(4, 4)), budget="1MiB", host="1MiB")
+    model(torch.ones(2, 4)).sum().backward()
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+class Keeps(nn.Module):
+    """Does something with what it computes."""
+
+    def __init__(self, keep: Callable[[Keeps, Tensor], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.keep = nn.Linear(4, 4), keep
+        self.calls, self.kept, self.nested = 0, [], {"last": [None]}
+        self.queue: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x).tanh()
+        self.keep(self, x)
+        return x.square().mean()
+
+
+def _counts(model: Keeps, x: Tensor) -> None:
+    model.calls += 1
+
+
+EFFECTS: dict[str, Callable[[Keeps, Tensor], Any]] = {
+    "counter": _counts,
+    "list": lambda model, x: model.kept.append(x.detach()),
+    "slice": lambda model, x: model.kept.__setitem__(slice(None), [x.detach(), "text"]),
+    "nested": lambda model, x: model.nested["last"].__setitem__(0, x.detach()),
+    "new attribute": lambda model, x: model.__dict__.update(shape=x.shape, more={"x": (x.detach(), 1)}),
+    "with a gradient": lambda model, x: model.kept.append(x),
+}
+
+
+@pytest.mark.parametrize("what", EFFECTS)
+def test_what_the_forward_pass_leaves_is_left_at_each_call(what: str) -> None:
+    def left(model: Any) -> list[Any]:
+        for step in range(4):
+            model(torch.full((2, 4), float(step))).backward()
+            if step == 1:
+                model.kept.clear()
+        more = getattr(model, "more", None)
+        found = [model.calls, [x if isinstance(x, str) else x.tolist() for x in model.kept]]
+        last = model.nested["last"][0]
+        found.append(None if last is None else last.tolist())
+        return [*found, None if more is None else more["x"][0].tolist(), getattr(model, "shape", None)]
+
+    moved = left(hp.offload(Keeps(EFFECTS[what]), budget="1MiB", host="1MiB"))
+    assert moved == left(Keeps(EFFECTS[what]))
+
+
+def test_tensors_that_are_kept_out_of_sight_are_refused() -> None:
+    model: Any = hp.offload(Keeps(lambda model, x: model.queue.put(x)), budget="1MiB", host="1MiB")
+    with pytest.raises(CaptureError, match=r"keeps a tensor of \(2, 4\) where hp.offload does not see it"):
+        model(torch.ones(2, 4))
+
+
+def test_a_gradient_that_comes_back_for_what_was_kept_is_named() -> None:
+    def loss(model: Any) -> Tensor:
+        model.kept.clear()
+        out: Tensor = model(torch.ones(2, 4))
+        return out + model.kept[0].sum()
+
+    def grads(model: Any) -> list[Tensor]:
+        loss(model).backward()
+        return [p.grad for p in model.parameters()]
+
+    keep = EFFECTS["with a gradient"]
+    moved = grads(hp.offload(Keeps(keep), budget="1MiB", host="1MiB", through=("", "model.kept")))
+    assert all(torch.equal(a, b) for a, b in zip(moved, grads(Keeps(keep)), strict=True))
+    with pytest.raises(hp.errors.HyperParallelError, match=r"through=\('', 'model.kept',\)"):
+        grads(hp.offload(Keeps(keep), budget="1MiB", host="1MiB"))
