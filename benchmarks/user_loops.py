@@ -89,9 +89,11 @@ class _Watching(Allocations):
         self._of.peak, self._of.where = max((self._of.peak, self._of.where), (self.peak, self.where))
 
 
-def run_cell(pattern: Sequence[tuple[str, str]], room: float | None, own: Sequence[Tensor]) -> dict[str, Any]:
-    """One pattern with so many times the least budget; None for much."""
-    budget = MUCH if room is None else 1
+def run_cell(
+    pattern: Sequence[tuple[str, str]], room: float | None, own: Sequence[Tensor], least: int = 1
+) -> dict[str, Any]:
+    """One pattern with so many times the least budget; None for much. `least`: where the search for it begins."""
+    budget = MUCH if room is None else max(1, int(least * room))
     for _ in range(8):
         lines = Lines()
         logging.getLogger("hyper_parallel").addHandler(lines)
@@ -151,7 +153,7 @@ def distance(found: Sequence[Tensor], own: Sequence[Tensor]) -> float | None:
     return most
 
 
-def forked(pattern: Sequence[tuple[str, str]], room: float | None) -> dict[str, Any]:
+def forked(pattern: Sequence[tuple[str, str]], room: float | None, least: int = 1) -> dict[str, Any]:
     """A cell in a process of its own."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -165,7 +167,7 @@ def forked(pattern: Sequence[tuple[str, str]], room: float | None) -> dict[str, 
             except Exception as error:
                 result = {"came": "none", "why": f"{type(error).__name__}: {error}"}
             else:
-                result = run_cell(pattern, room, own)
+                result = run_cell(pattern, room, own, least)
         # Whatever it is: a traceback is an outcome.
         except BaseException as error:
             result = {
@@ -192,11 +194,12 @@ def cells(seeds: Sequence[int]) -> list[dict[str, Any]]:
     _plan_quickly()
     rows = []
     for seed in seeds:
-        pattern = drawn(seed)
+        pattern, least = drawn(seed), 1
         for name, room in BUDGETS.items():
             row = {"seed": seed, "pattern": [f"{group}: {part}" for group, part in pattern], "room": name}
-            row |= forked(pattern, room)
+            row |= forked(pattern, room, least)
             rows.append(row)
+            least = row.get("budget", least)
             if row["came"] == "none":
                 break
     return rows

@@ -126,6 +126,9 @@ def test_what_is_equal_or_unread_is_no_change() -> None:
         model.layers[0].weight.mul_(2)
     model.layers[0].weight.data = torch.zeros(4, 4)
     assert state.now().difference(before.entries) is None
+    known = state.now()
+    model.rates[1] = float("1.0")  # another object of the same value
+    assert state.now() is known
 
 
 def test_too_much_to_compare_is_refused() -> None:

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.offloading.autograd.state_tokens import MISSING, shown, state_token, tensor_token
+from hyper_parallel.offloading.autograd.state_tokens import (
+    ATOMS,
+    FLOATS,
+    MISSING,
+    shown,
+    state_token,
+    tensor_token,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +82,8 @@ class Snapshot:
     """Functions with a `functools.lru_cache`."""
     codes: list[types.CodeType] = field(default_factory=list)
     """Code that a forward pass may run, beside PyTorch's."""
-    _watches: list[tuple[Callable[[Any], Any], Any, tuple[Any, ...], int]] = field(default_factory=list)
+    _watches: list[list[Any]] = field(default_factory=list)
+    """[what gives items of a container, the container, the items, the container's length]."""
     _empty: list[Any] = field(default_factory=list)
 
     def unchanged(self) -> bool:
@@ -83,9 +91,15 @@ class Snapshot:
         try:
             if any(self._empty):
                 return False
-            for getter, container, values, size in self._watches:
-                if len(container) != size or not all(map(operator.is_, getter(container), values)):
+            for watch in self._watches:
+                getter, container, values, size = watch
+                if len(container) != size:
                     return False
+                if not all(map(operator.is_, getter(container), values)):
+                    now = tuple(getter(container))
+                    if not all(map(_alike, now, values)):
+                        return False
+                    watch[2] = now
         except (KeyError, IndexError, AttributeError, ValueError):
             return False
         return all(
@@ -104,19 +118,19 @@ class Snapshot:
             getter = operator.itemgetter(*keys)
             if isinstance(container, dict) and type(container).__getitem__ not in _LOOKUPS:
                 getter = functools.partial(_looked_up, keys)
-        self._watches.append((getter, container, tuple(values), len(container)))
+        self._watches.append([getter, container, tuple(values), len(container)])
 
     def watch_attributes(self, value: Any, names: Sequence[str]) -> None:
         """Have `unchanged` look at attributes that are in no `__dict__`, or at a cell."""
         for name in names:
-            self._watches.append((_getter_of(name), _Sized(value), (getattr(value, name),), 1))
+            self._watches.append([_getter_of(name), _Sized(value), (getattr(value, name),), 1])
 
     def watch_items(self, container: Any) -> None:
         """Have `unchanged` look at all items of a list, deque or set."""
         if not container:
             self._empty.append(container)
         else:
-            self._watches.append((iter, container, tuple(container), len(container)))
+            self._watches.append([iter, container, tuple(container), len(container)])
 
     def clear_caches(self) -> None:
         """Empty the caches of functions, which may hold tensors that a capture or a check has made."""
@@ -132,6 +146,16 @@ class Snapshot:
                 before, after = shown(token), shown(now)
                 return what if before == after else f"{what} ({before}, now {after})"
         return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two objects are the same, or numbers or strings of one type and value."""
+    if one is other:
+        return True
+    kind = type(one)
+    return kind is type(other) and (
+        repr(one) == repr(other) if kind in FLOATS else kind in ATOMS and one == other
+    )
 
 
 @dataclass(frozen=True, eq=False)
