@@ -196,7 +196,11 @@ def cells(seeds: Sequence[int]) -> list[dict[str, Any]]:
     for seed in seeds:
         pattern, least = drawn(seed), 1
         for name, room in BUDGETS.items():
-            row = {"seed": seed, "pattern": [f"{group}: {part}" for group, part in pattern], "room": name}
+            row: dict[str, Any] = {
+                "seed": seed,
+                "pattern": [f"{group}: {part}" for group, part in pattern],
+                "room": name,
+            }
             row |= forked(pattern, room, least)
             rows.append(row)
             least = row.get("budget", least)
