@@ -49,6 +49,7 @@ from hyper_parallel.errors import BudgetError, HyperParallelError
 BENCHMARK = Benchmark("user_loops")
 MUCH, HOST = 8 << 20, "32MiB"
 BUDGETS = {"least": 1.0, "1.3 of the least": 1.3, "much": None}
+PER_PROCESS = 15
 SECONDS = 240
 """After which a cell has hung."""
 NO_BUDGET = "run uncaptured"
@@ -276,13 +277,13 @@ def main(patterns: int = 150, first: int = 0) -> bool:
     with scratch() as folder:
         library, seed = compiled(folder), first
         while summarized(rows)["patterns"] < patterns:
-            for row in fresh(cells, list(range(seed, seed + 10)), LD_PRELOAD=str(library)):
+            for row in fresh(cells, list(range(seed, seed + PER_PROCESS)), LD_PRELOAD=str(library)):
                 if summarized(rows)["patterns"] < patterns or row["seed"] == rows[-1]["seed"]:
                     rows.append(row)
                     print(
                         row["seed"], row["room"], row["pattern"], row["came"], row.get("why", ""), flush=True
                     )
-            seed += 10
+            seed += PER_PROCESS
             BENCHMARK.keep(
                 {
                     "summary": summarized(rows),

@@ -1,7 +1,7 @@
 """A grammar of user loops: settings, side effects, views, dtypes, wrappers, caches and changed memory, drawn together.
 
 A `Part` is one thing that people do around or inside a model. A pattern is a small model with one to four parts of
-different groups, drawn by a seed, and a loop of four steps. `values` runs the loop and gives what it comes to: losses,
+different groups, drawn by a seed, and a loop of three steps. `values` runs the loop and gives what it comes to: losses,
 gradients, what parts keep, weights, the random state. ``benchmarks/user_loops.py`` runs patterns with and without a
 budget; the tests run each part alone.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-WIDTH, ROWS, CLASSES, STEPS = 64, 32, 8, 4
+WIDTH, ROWS, CLASSES, STEPS = 64, 32, 8, 3
 Batch = dict[str, Tensor]
 
 

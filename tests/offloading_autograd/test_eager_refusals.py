@@ -170,6 +170,18 @@ def test_what_moves_in_the_backward_pass_does_not_lose_a_change(budget: int, how
     assert torch.equal(model.up.weight, before + 1)
 
 
+def test_memory_that_is_shared_between_the_passes_is_refused_where_it_moves() -> None:
+    for budget in (1_000_000, 220_000):
+        model = _offloaded(budget=budget)
+        loss = model(_x())["loss"]
+        model.share_memory()
+        if budget == 1_000_000:
+            loss.backward()
+        else:
+            with pytest.raises(HyperParallelError, match=r"memory of parameter\.\S+ was shared"):
+                loss.backward()
+
+
 def test_a_memory_that_fails_leaves_the_parameters_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _offloaded(budget=220_000)  # 1% above the floor
     x = _x()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hyper_parallel as hp
-from hyper_parallel.errors import CaptureError
+from hyper_parallel.errors import CaptureError, HyperParallelError
 from hyper_parallel.offloading.autograd.python_state import PythonState
 
 FACTORS = {"by": 1.0}
@@ -216,5 +216,57 @@ def test_a_gradient_that_comes_back_for_what_was_kept_is_named() -> None:
     keep = EFFECTS["with a gradient"]
     moved = grads(hp.offload(Keeps(keep), budget="1MiB", host="1MiB", through=("", "model.kept")))
     assert all(torch.equal(a, b) for a, b in zip(moved, grads(Keeps(keep)), strict=True))
-    with pytest.raises(hp.errors.HyperParallelError, match=r"through=\('', 'model.kept',\)"):
+    with pytest.raises(HyperParallelError, match=r"through=\('', 'model.kept',\)"):
         grads(hp.offload(Keeps(keep), budget="1MiB", host="1MiB"))
+
+
+@pytest.mark.parametrize("when", ["in the forward pass", "afterwards"])
+def test_gradients_of_what_was_kept_are_refused(when: str) -> None:
+    def keep(model: Keeps, x: Tensor) -> None:
+        if when == "in the forward pass":
+            x.retain_grad()
+        model.kept[:] = [x]
+
+    def probe(model: Any) -> None:
+        loss = model(torch.ones(2, 4))
+        model.kept[0].retain_grad()
+        loss.backward()
+
+    with pytest.raises(HyperParallelError, match=r"retain_grad.*parameters and inputs alone"):
+        probe(hp.offload(Keeps(keep), budget="1MiB", host="1MiB"))
+
+
+class Penalized(nn.Module):
+    """A penalty on weights that a list and a closure hold, and a memory that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.weights, bias = list(self.layer.parameters()), self.layer.bias
+        self.penalty = lambda: bias.abs().sum()
+        self.bank, self.at = torch.zeros(2, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.bank[self.at] = x.detach().mean(0)
+        self.at = (self.at + 1) % 2
+        return (
+            x.square().mean() + self.bank.sum() + sum(p.square().sum() for p in self.weights) + self.penalty()
+        )
+
+
+def test_weights_in_lists_and_closures_have_gradients_and_memory_is_written() -> None:
+    def run(model: Any) -> list[Tensor]:
+        found = []
+        for step in range(4):
+            loss = model(torch.full((2, 4), float(step)))
+            loss.backward()
+            found += [loss.detach(), model.bank.clone(), *(p.grad.clone() for p in model.parameters())]
+        return found
+
+    model: Any = hp.offload(Penalized(), budget="1MiB", host="1MiB")
+    weights = list(model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(run(model), run(Penalized()), strict=True))
+    assert all(a is b for a, b in zip(model.weights, weights, strict=True))
+    assert len(model.forward.notes) <= 4  # two places, each without gradients of before and with

@@ -37,6 +37,7 @@ from hyper_parallel.offloading.autograd.outside_tensors import (
     OutsideTensors,
     check_released,
     check_written,
+    following,
 )
 from hyper_parallel.offloading.autograd.parallel_context import Around
 from hyper_parallel.offloading.autograd.side_effects import (
@@ -167,7 +168,7 @@ def _capture_passes(
     questions = Questions(call.named)
     resident: dict[str, Kind] = dict.fromkeys(staying(state.state, call.tensors), "constant")
     outside = OutsideTensors(mode, questions, state, [*state.state.values(), *call.tensors])
-    with faked(model, mode), mode:
+    with faked(model, mode), following(model, state), mode:
         given = [_empty(tensor) for tensor in call.tensors]
         body = _Body(model, forward, call, given, through, keep, around, state)
         inputs = {name: GivenTensor("input", tensor) for name, tensor in zip(call.names, given, strict=True)}

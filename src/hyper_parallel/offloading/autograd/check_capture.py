@@ -34,6 +34,7 @@ from hyper_parallel.graph.random_state import set_state
 from hyper_parallel.graph.random_state import state_of as random_state_of
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
 from hyper_parallel.offloading.autograd.capture_passes import Passes, staying
+from hyper_parallel.offloading.autograd.outside_tensors import following
 from hyper_parallel.offloading.autograd.resident_memory import WHOLES
 from hyper_parallel.offloading.autograd.side_effects import Transaction
 from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
@@ -151,7 +152,7 @@ class Check:
         self._seed()
         python = Transaction(self._state)
         try:
-            with paged, aliased(model), computed_once(model):
+            with paged, aliased(model), following(model, self._state), computed_once(model):
                 found = self._run_own(closely)
         finally:
             python.undo()

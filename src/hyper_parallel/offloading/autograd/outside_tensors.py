@@ -7,22 +7,24 @@ each call. A tensor of the capture that somebody still holds afterwards has no v
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import types
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyper_parallel.compat.fake_process_group import fake_of
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.guards import Questions
 from hyper_parallel.graph.memory_effects import writes
+from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
 from hyper_parallel.offloading.autograd.python_state import ARGUMENTS
 from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
@@ -56,6 +58,7 @@ class OutsideTensors:
     def __init__(self, mode: Any, questions: Questions, state: Snapshot, inside: Sequence[Tensor]) -> None:
         """`inside`: tensors that are inputs anyway."""
         self._mode, self._questions = mode, questions
+        self._state = list(state.state.values())
         self._places = {id(place.get()): replace(place, path=path) for path, place in state.tensors.items()}
         self._inside = {tensor.untyped_storage().data_ptr() for tensor in inside} - {0}
         self.found: list[OutsideTensor] = []
@@ -65,6 +68,11 @@ class OutsideTensors:
         place = self._places.get(id(tensor))
         what = f"a tensor of {tuple(tensor.shape)} that comes from outside of the step"
         what += f" ({place.path})" if place is not None else ""
+        if any(tensor is own for own in self._state):
+            raise CaptureError(
+                f"the forward pass computes with a parameter or buffer of the model that it finds in {what}; read it "
+                "from its module"
+            )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
                 f"the forward pass computes with {what} and has a gradient; register it as a parameter of a module "
@@ -85,6 +93,26 @@ class OutsideTensors:
         self.found.append(OutsideTensor(name, path, kept, tensor_token(tensor)))
         self._questions.know(name, tensor)
         return name, fake_of(tensor, self._mode)
+
+
+@contextlib.contextmanager
+def following(model: nn.Module, state: Snapshot) -> Iterator[None]:
+    """Inside, attributes, containers and closures that hold a parameter or a buffer of the model hold what its module
+    has in the place of it."""
+    names = {id(tensor): name for name, tensor in state.state.items()}
+    now = {name: tensor for name, (_, tensor) in module_state(model).items()}
+    held = [
+        (place, tensor, names[id(tensor)])
+        for place in state.tensors.values()
+        if id(tensor := place.get()) in names and not isinstance(place.container, tuple)
+    ]
+    for place, _, name in held:
+        place.set(now[name])
+    try:
+        yield
+    finally:
+        for place, tensor, _ in held:
+            place.set(tensor)
 
 
 def check_written(step: StepGraph, state: Snapshot, call: CallSignature) -> None:

@@ -211,6 +211,12 @@ def effects_of(changes: Sequence[Change], snapshot: Snapshot) -> tuple[list[Effe
         leaves, shape = flatten(value)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
+                if leaf.retains_grad:
+                    raise CaptureError(
+                        f"the forward pass keeps {change.place.path} for its gradient (retain_grad), and a model under "
+                        "hp.offload computes those of its parameters and inputs alone; call "
+                        "hyper_parallel.release(model) first to compute it"
+                    )
                 tensors.append(leaf)
                 names.append(change.place.path)
         kept = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)

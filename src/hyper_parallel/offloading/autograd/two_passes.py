@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.compat.dispatch import below_autograd, version
+from hyper_parallel.compat.live_storages import is_movable
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import Executable
 from hyper_parallel.graph.suspension import HostPoint
@@ -67,6 +68,8 @@ class Run:
         self._versions: dict[str, tuple[Tensor, int]] = {}
         self._prints: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
         self._results: list[weakref.ref[Tensor] | None] = []
+        self._beside: list[tuple[str, weakref.ref[Tensor]]] = []
+        """Results that have a gradient which does not come back."""
         self._forward_runs = True
         self._over = ""
         """Why there is no backward pass any more."""
@@ -101,6 +104,11 @@ class Run:
 
     def gave(self, results: Sequence[Tensor]) -> None:
         """Remember the caller's results, weakly; `backward` checks that those the plan does not keep were released."""
+        self._beside = [
+            (output.name, weakref.ref(tensor))
+            for tensor, output in zip(results, self._ready.passes.outputs, strict=True)
+            if output.differentiable and not output.through
+        ]
         self._results = [
             None if output.kept else weakref.ref(tensor)
             for tensor, output in zip(results, self._ready.passes.outputs, strict=True)
@@ -158,12 +166,21 @@ class Run:
                     "was; change a clone, or change it after backward()"
                 )
         for name, (tensor, print_before) in self._prints.items():
+            if not is_movable(tensor.untyped_storage()):
+                raise HyperParallelError(
+                    f"the memory of {name} was shared (share_memory, or a view of NumPy's) after the model was "
+                    "called, and its backward pass gives it up and takes it again; share it before the model is called"
+                )
             if fingerprint(tensor) != print_before:
                 raise HyperParallelError(
                     f"the values of {name} were changed (through .data, or in memory that it shares) after the model "
                     "was called, and its backward pass brings back, or computes with, what they were; change them "
                     "after backward(), or give hp.offload a larger budget"
                 )
+        for name, reference in self._beside:
+            tensor = reference()
+            if tensor is not None and (tensor.retains_grad or tensor._backward_hooks):
+                raise HyperParallelError(_no_gradient(name))
         self._versions, self._prints = {}, {}  # with which some of the results would stay
         for output, result in zip(outputs, self._results, strict=True):
             if result is not None and result() is not None:
@@ -212,6 +229,13 @@ _GAVE_WAY = (
     "more: its plan is for one forward pass and its backward pass. Call backward() first, give all inputs to one "
     "call, or make the other call inside torch.no_grad()"
 )
+
+
+def _no_gradient(name: str) -> str:
+    return (
+        f"the gradient of {name!r} is asked for (retain_grad, or a hook), and a model under hp.offload computes those "
+        "of its parameters and inputs alone; call hyper_parallel.release(model) first to compute it"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
