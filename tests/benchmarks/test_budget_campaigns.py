@@ -9,7 +9,9 @@ from typing import Any
 
 import budget_allocator
 import pytest
+import user_loops
 from allocations import compiled
+from processes import fresh
 
 from harness import loop_patterns
 
@@ -48,3 +50,11 @@ def test_the_allocator_gives_out_no_more_than_the_budget(world: int, tmp_path: P
     }
     assert budget_allocator.above(broken) == 1
     assert budget_allocator.summarized([broken], 1)["workers"][str(world)]["above"] == [3]
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_pattern_of_user_loops_is_right_within_three_budgets(tmp_path: Path) -> None:
+    rows = fresh(user_loops.cells, [2], LD_PRELOAD=str(compiled(tmp_path)))
+    assert [row["came"] for row in rows] == ["right"] * 3, rows
+    assert all(row["peak"] <= row["budget"] for row in rows)

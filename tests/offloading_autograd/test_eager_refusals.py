@@ -58,15 +58,17 @@ def test_experts_that_loop_over_the_router_are_refused() -> None:
         hp.offload(model, budget="1GiB", host="1MiB")(**BATCH)
 
 
-def _replaces(self: Any, middle: torch.Tensor) -> None:
-    self.seen = middle.detach()
+def _writes_a_buffer_anew(self: Any, middle: torch.Tensor) -> None:
+    self.seen = middle.detach().sum()
 
 
-def test_state_that_the_forward_pass_sets_anew_is_refused() -> None:
-    model = _offloaded(_replaces)
-    with pytest.raises(CaptureError, match="'seen' to another tensor"):
+def test_a_buffer_that_the_forward_pass_replaces_is_refused() -> None:
+    model = Small(_writes_a_buffer_anew)
+    model.register_buffer("seen", before := torch.zeros(()))
+    hp.offload(model, budget="1MiB", host="4MiB")
+    with pytest.raises(CaptureError, match="sets its buffer 'seen' to another tensor"):
         model(_x())
-    assert not hasattr(model, "seen")
+    assert model.seen is before
 
 
 def test_a_result_without_a_way_to_its_tensors_is_refused() -> None:
@@ -144,19 +146,40 @@ def test_what_the_backward_pass_needs_may_not_be_changed_meanwhile(what: str) ->
         total.backward()
 
 
+@pytest.mark.parametrize("how", ["in place", "data"])
 @pytest.mark.parametrize("budget", [1_000_000, 220_000])
-def test_what_moves_in_the_backward_pass_does_not_lose_a_change(budget: int) -> None:
+def test_what_moves_in_the_backward_pass_does_not_lose_a_change(budget: int, how: str) -> None:
     model = _offloaded(budget=budget)
     loss = model(_x())["loss"]
     before = model.up.weight.detach().clone()  # no gradient needs it
-    with torch.no_grad():
-        model.up.weight.add_(1)
+    if how == "data":
+        model.up.weight.data.add_(1)
+    else:
+        with torch.no_grad():
+            model.up.weight.add_(1)
     if budget == 1_000_000:  # it stays where it is
         loss.backward()
     else:
-        with pytest.raises(HyperParallelError, match=r"parameter\.up\.weight was changed in place"):
+        what = (
+            r"values of parameter\.up\.weight were changed"
+            if how == "data"
+            else r"parameter\.up\.weight was changed"
+        )
+        with pytest.raises(HyperParallelError, match=what):
             loss.backward()
     assert torch.equal(model.up.weight, before + 1)
+
+
+def test_memory_that_is_shared_between_the_passes_is_refused_where_it_moves() -> None:
+    for budget in (1_000_000, 220_000):
+        model = _offloaded(budget=budget)
+        loss = model(_x())["loss"]
+        model.share_memory()
+        if budget == 1_000_000:
+            loss.backward()
+        else:
+            with pytest.raises(HyperParallelError, match=r"memory of parameter\.\S+ was shared"):
+                loss.backward()
 
 
 def test_a_memory_that_fails_leaves_the_parameters_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

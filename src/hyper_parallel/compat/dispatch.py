@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import _FlopCounterMode
 
 from hyper_parallel.compat.pytree import leaves_of
 
@@ -135,22 +138,40 @@ def _arguments_written(operator: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
-    """The numbers of a module's hooks; PyTorch gives each number once."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module that hold its hooks, by numbers that PyTorch gives once."""
+HOOKS_OF_ALL = tuple(f"_global{name}" for name in HOOKS)
+"""Attributes of `torch.nn.modules.module` that hold the hooks that run for every module."""
+
+
+def global_state(device: str) -> Hashable:
+    """Settings of PyTorch that decide which operators and kernels a forward pass chooses, on a kind of device."""
     return (
-        *module._forward_pre_hooks,
-        *module._forward_hooks,
-        *module._backward_pre_hooks,
-        *module._backward_hooks,
+        autocast_state(device),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cudnn.enabled,
+        torch._C._get_mkldnn_enabled(),
     )
 
 
-def hooks_of_all() -> tuple[int, ...]:
-    """The numbers of the hooks that run for every module."""
-    of = torch.nn.modules.module
-    return (
-        *of._global_forward_pre_hooks,
-        *of._global_forward_hooks,
-        *of._global_backward_pre_hooks,
-        *of._global_backward_hooks,
-    )
+def transform_around() -> str | None:
+    """What around the running code needs its operators one by one, and no graph of them; None where nothing does."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        return f"torch.func ({str(interpreter.key()).rpartition('.')[-1].lower()})"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _FlopCounterMode) for mode in modes):
+        return "FlopCounterMode"
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return "a TorchFunctionMode"
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "saved_tensors_hooks (a checkpoint, for example)"
+    return None

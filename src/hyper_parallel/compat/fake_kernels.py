@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def fake_kernel(operator: Any) -> Callable[..., Any] | None:
@@ -41,7 +43,39 @@ def _fused_adamw(*_: Any, **__: Any) -> None:
     real one on zeros instead, which takes four times the memory of the parameter."""
 
 
+def _mkldnn_rnn_layer(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """A layer of an LSTM by oneDNN, which alone knows how large its workspace is: asked of the kernel, once for each
+    kind of call. PyTorch's fake kernel says that there is none."""
+    *results, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*arguments)
+    kinds = tuple(
+        (tuple(argument.shape), argument.dtype) if isinstance(argument, torch.Tensor) else _hashable(argument)
+        for argument in arguments
+    )
+    return (*results, workspace.new_empty(_rnn_workspace(kinds)))
+
+
+def _hashable(argument: Any) -> Any:
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+@functools.lru_cache(256)
+def _rnn_workspace(kinds: tuple[Any, ...]) -> int:
+    """Bytes; `kinds`: (shape, dtype) of tensors, and the other arguments."""
+    with _disable_current_modes(), torch.enable_grad():  # type: ignore[no-untyped-call]
+        given = [_zeros(kind) for kind in kinds]
+        return int(torch.ops.aten.mkldnn_rnn_layer.default(*given)[-1].numel())
+
+
+def _zeros(kind: Any) -> Any:
+    if not isinstance(kind, tuple):
+        return kind
+    if len(kind) != 2 or not isinstance(kind[1], torch.dtype):
+        return list(kind)
+    return torch.zeros(kind[0], dtype=kind[1], device="cpu")
+
+
 _KERNELS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._fused_adamw_.tensor_lr: _fused_adamw,
+    torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
 }

@@ -54,6 +54,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor without memory like a real one."""
+    return mode.from_tensor(tensor)
+
+
 def asks_for_values(error: Exception) -> bool:
     """Whether the error is about reading a value of a fake tensor."""
     return isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode)
@@ -93,9 +98,14 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also what was registered meanwhile goes.
         for module, own in parameters:
+            if module._parameters.keys() != own.keys():
+                module._parameters.clear()
             module._parameters.update(own)
         for module, held in buffers:
+            if module._buffers.keys() != held.keys():
+                module._buffers.clear()
             module._buffers.update(held)
 
 

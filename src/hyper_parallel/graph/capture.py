@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from hyper_parallel.compat.dispatch import TorchDispatchMode, next_sequence, outside_modes, running_backward
 from hyper_parallel.compat.fake_kernels import fake_kernel
 from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat.pytree import mapped
 from hyper_parallel.compat.symbolic_sizes import expression, is_symbolic
 from hyper_parallel.errors import CaptureError, HyperParallelError
 from hyper_parallel.graph.capture_errors import explained
@@ -49,6 +50,8 @@ _QUESTIONS = frozenset(
     }
 )
 """What is asked of a fake tensor and computes nothing."""
+Outside = Callable[[torch.Tensor], tuple[str, torch.Tensor]]
+"""A real tensor that the step read and was not told of, to its name as an input and a fake one in its place."""
 _LIFT = torch.ops.aten.lift_fresh.default
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _SHOWN = frozenset(
@@ -64,6 +67,8 @@ def capture(
     gradients: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     groups: Mapping[str, CollectiveGroup] | None = None,
     questions: Questions | None = None,
+    outside: Outside | None = None,
+    made: MutableMapping[int, torch.Tensor] | None = None,
 ) -> StepGraph:
     """What `step` computes, as a graph. To be called inside the fake mode that its tensors belong to.
 
@@ -72,12 +77,13 @@ def capture(
     are given. `gradients`: called after the step, the gradient of each parameter by its name. `groups`: the process
     groups by name, so that collectives can be asked for their axis and ranks (`collective_groups.group_of`).
     `questions`: answers what the step asks of its inputs' values; when left out, only questions that no input decides
-    are answered.
+    are answered. `outside`: makes an input, of the kind `constant`, of a real tensor that the step meets and was not
+    told of; when left out, such a tensor is an error. `made`: is given each tensor of the capture, by its address.
 
     Raises CaptureError, which names the line and the operator, when the step reads a tensor that it was not told of, or
     cannot be followed; and whatever of our own errors the step raises.
     """
-    recorder = _Recorder(modules, questions)
+    recorder = _Recorder(modules, questions, outside, made)
     for name, (kind, tensor) in tensors.items():
         recorder.give(name, kind, tensor)
     device = next((tensor.device for _, tensor in tensors.values()), torch.device("cpu"))
@@ -96,6 +102,7 @@ def capture(
         raise recorder.explained(error) from error
     found = recorder.finished(returned, dict(gradients()) if gradients is not None else {})
     found.groups = dict(groups or {})
+    recorder.forget()
     return found
 
 
@@ -126,8 +133,17 @@ class _NothingShown(TorchFunctionMode):
 class _Recorder(TorchDispatchMode):
     """Writes down what is dispatched inside it."""
 
-    def __init__(self, model: nn.Module | None, questions: Questions | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        questions: Questions | None = None,
+        outside: Outside | None = None,
+        made: MutableMapping[int, torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self._outside, self._made = outside, made
+        self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Real tensors from outside with the fake ones in their places, by the real ones' addresses."""
         self._questions = questions or Questions({})
         self._asks_sizes = questions is not None
         self._names = {module: name for name, module in model.named_modules()} if model is not None else {}
@@ -137,6 +153,7 @@ class _Recorder(TorchDispatchMode):
         self._graph = fx.Graph()
         self.sizes = Sizes(self._graph)
         self._inputs: list[Input] = []
+        self._last_input: fx.Node | None = None
         self._storages: list[Storage] = []
         self._by_address: dict[int, int] = {}
         self._alive: list[Any] = []
@@ -151,7 +168,9 @@ class _Recorder(TorchDispatchMode):
 
     def give(self, name: str, kind: Kind, tensor: torch.Tensor) -> None:
         """A tensor from outside."""
-        node = self._graph.placeholder(f"in_{len(self._inputs)}")
+        before = self._last_input
+        with self._graph.inserting_after(before) if before is not None else contextlib.nullcontext():
+            node = self._last_input = self._graph.placeholder(f"in_{len(self._inputs)}")
         self._inputs.append(Input(name, kind))
         value = self._value(tensor, name)
         region = Region(self._layer_named(name), None, "forward")
@@ -200,6 +219,8 @@ class _Recorder(TorchDispatchMode):
         self._last = func
         if func is _LIFT and not is_fake(args[0]):
             return self._constant(args[0])
+        if self._outside is not None and _has_real(args, kwargs):
+            args, kwargs = mapped(self._fake, (args, kwargs))
         if func is _VALUE:
             asked = self._node_of(args[0], func)
             answer = self._questions.ask(asked, self._graph, self._inputs, self._storages, self._constants)
@@ -225,6 +246,23 @@ class _Recorder(TorchDispatchMode):
                 for part in result
             )
         return result
+
+    def _fake(self, leaf: Any) -> Any:
+        """A fake tensor, an input from now on, for a real one."""
+        if not isinstance(leaf, torch.Tensor) or is_fake(leaf):
+            return leaf
+        if id(leaf) not in self._lifted:
+            assert self._outside is not None
+            name, fake = self._outside(leaf)
+            self._lifted[id(leaf)] = leaf, fake
+            if _ATTRIBUTE not in fake.__dict__ or fake.__dict__[_ATTRIBUTE][0] is not self:
+                self.give(name, "constant", fake)
+        return self._lifted[id(leaf)][1]
+
+    def forget(self) -> None:
+        """Let go of all tensors, so that those that are still there are held by somebody else."""
+        self._given.clear()
+        self._lifted.clear()
 
     def _sized(self, result: torch.Tensor, node: fx.Node) -> torch.Tensor:
         """A tensor with known sizes in place of one whose sizes inputs decide (`nonzero`), which are questions of them;
@@ -311,6 +349,8 @@ class _Recorder(TorchDispatchMode):
 
     def _tell(self, tensor: torch.Tensor, node: fx.Node) -> None:
         tensor.__dict__[_ATTRIBUTE] = (self, node)
+        if self._made is not None:
+            self._made[id(tensor)] = tensor
 
     def _node_of(self, tensor: torch.Tensor, func: Any) -> fx.Node:
         recorder, node = tensor.__dict__.get(_ATTRIBUTE, (None, None))
@@ -328,6 +368,11 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _storage(self, tensor: torch.Tensor, name: str | None = None) -> int:
+        if tensor.layout != torch.strided:
+            raise CaptureError(
+                "it makes a sparse tensor, for which no plan has memory; where it is a gradient, make the embedding "
+                "with sparse=False"
+            )
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._by_address:
@@ -375,6 +420,17 @@ class _Recorder(TorchDispatchMode):
         step = trim(step)
         locate(step, self._layer_named)
         return step
+
+
+def _has_real(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there is a real tensor among an operator's arguments."""
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, torch.Tensor):
+            if not is_fake(arg):
+                return True
+        elif isinstance(arg, list | tuple) and _has_real(arg, {}):
+            return True
+    return False
 
 
 def _lies_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:

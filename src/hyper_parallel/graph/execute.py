@@ -226,7 +226,7 @@ class SourceWriter:
         if target is operator.getitem:
             return f"{variable} = {self.rendered(node.args[0])}[{node.args[1]}]"
         if target is HOST:
-            point, values, _ = node.args
+            point, values = node.args[:2]
             return f"{variable} = yield ({point!r}, {self.rendered(values)})"
         arguments = [self.rendered(arg) for arg in node.args]
         arguments += [f"{key}={self.rendered(value)}" for key, value in node.kwargs.items()]

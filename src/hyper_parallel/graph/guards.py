@@ -50,8 +50,12 @@ class Questions:
     """Answers a capture's questions from real tensors, by the names of the inputs that they are, and keeps them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+        self._tensors = dict(tensors)
         self.asked: list[Question] = []
+
+    def know(self, name: str, tensor: torch.Tensor) -> None:
+        """Answer questions of a further input, too."""
+        self._tensors[name] = tensor
 
     def ask(
         self,

@@ -273,12 +273,15 @@ def _apply_accesses(
 ) -> None:
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     alone = plan.mesh.world == 1
+    stored_whole = plan.mesh.size("replicate") * plan.mesh.size(plan.mesh.storage) == 1
     by_group: dict[str, list[AccessedParameter]] = {}
     for name, module in model.named_modules():
-        groups = {_group_of(name, plan, dtypes)}
+        # A module with another compute dtype than the model is gathered separately, as are experts.
+        separate = dtypes[name] != dtypes[""] or name in plan.experts
+        groups = {name if separate else _group_of(name, plan)}
         if not is_transformers(model):
-            # A module of the user's may be called by itself.
-            groups.add(name)
+            # A module of the user's may be called by itself, and use the weights of any other.
+            groups |= {name, ""} if stored_whole and not separate else {name}
         for own, parameter in module._parameters.items():
             if parameter is not None and not (alone and parameter.dtype == dtypes[name]):
                 dtype_pair = Dtypes(dtypes[name], reduce)
@@ -289,16 +292,9 @@ def _apply_accesses(
         apply_access(model.get_submodule(name), accesses)
 
 
-def _group_of(name: str, plan: Plan, dtypes: dict[str, torch.dtype]) -> str:
-    """The module whose forward gathers a module's parameters: its layer; outside of layers, and where nothing is stored
-    in shards, the root.
-
-    A module with another compute dtype than the model is gathered separately and forms its own group, as do experts.
-    """
-    if dtypes[name] != dtypes[""] or name in plan.experts:
-        return name
-    stored_whole = plan.mesh.size("replicate") * plan.mesh.size(plan.mesh.storage) == 1
-    if stored_whole or plan.layers is None or not name.startswith(f"{plan.layers}."):
+def _group_of(name: str, plan: Plan) -> str:
+    """The module whose forward gathers a module's parameters: its layer; outside of layers the root."""
+    if plan.layers is None or not name.startswith(f"{plan.layers}."):
         return ""
     index = name[len(plan.layers) + 1 :].partition(".")[0]
     return f"{plan.layers}.{index}"

@@ -8,10 +8,13 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fsdp import fully_sharded
+from hyper_parallel.compat.live_storages import is_mapped
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading.autograd.activation_swap import Swap
 from hyper_parallel.offloading.autograd.offloaded_forward import Offloaded
@@ -67,10 +70,11 @@ def offload(
             "hp.offload: what does not fit within the budget needs a place to go; give it host='64GiB' or flash, a "
             "folder on a fast disk"
         )
+    _refuse_wrapper(model)
     device = _device(model)
     release(model)
-    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        _movable(name, parameter)
+    for tensor in (*model.parameters(), *model.buffers()):
+        _movable(tensor)
     handle = sharded(model) if is_sharded(model) else None
     around = None if handle is None else Around(handle)
     plans = agreed(
@@ -130,8 +134,27 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device(devices[0])
 
 
-def _movable(name: str, tensor: Tensor) -> None:
-    """See to it that the memory of a tensor can be given up and taken again."""
-    if not tensor.untyped_storage().resizable():
-        # A file that is mapped, or an array of somebody else's: the values move to memory of the tensor's own.
+def _movable(tensor: Tensor) -> None:
+    """See to it that the memory of a tensor can be given up and taken again, where nobody else has it."""
+    if is_mapped(tensor.untyped_storage()):
+        # The values move to memory of the tensor's own.
         tensor.data = tensor.data.clone()
+
+
+def _refuse_wrapper(model: nn.Module) -> None:
+    """Raises BudgetError for a module that exchanges gradients or weights around the forward pass of another."""
+    for name, module in model.named_modules():
+        for wrapper, advice in _WRAPPERS.items():
+            if isinstance(module, wrapper):
+                kind = wrapper.__name__
+                raise BudgetError(
+                    f"hp.offload: {name or 'the model'} is a {kind}, whose hooks no graph of its forward pass has, so "
+                    f"that workers would go apart; {advice}"
+                )
+
+
+_WRAPPERS: dict[type[nn.Module], str] = {
+    DistributedDataParallel: "offload the model inside it: DistributedDataParallel(hp.offload(model, ...))",
+    nn.DataParallel: "offload the model without it",
+    FullyShardedDataParallel: 'spread the model with hp.parallelize(model, strategy, lowering="traceable")',
+}

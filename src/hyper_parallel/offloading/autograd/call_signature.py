@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from hyper_parallel.compat.dispatch import autocast_state
+from hyper_parallel.compat.dispatch import global_state
 from hyper_parallel.compat.pytree import flatten, unflatten
 from hyper_parallel.errors import CaptureError
+from hyper_parallel.offloading.autograd.state_tokens import is_opaque
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,15 @@ class CallSignature:
         found: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
+                if leaf.layout != torch.strided:
+                    raise CaptureError(
+                        "the model is called with a sparse tensor, for which no plan has memory; give it to_dense()"
+                    )
                 number = numbers.setdefault(id(leaf), len(numbers))
                 tensors[number] = leaf
                 found.append(TensorSlot(number))
                 continue
-            if not isinstance(leaf, Hashable):
+            if is_plain(leaf) and not isinstance(leaf, Hashable):
                 raise CaptureError(
                     f"the model is called with a {type(leaf).__name__}, which hp.offload cannot compare between calls; "
                     "give it tensors, numbers and strings, in lists, tuples and dicts"
@@ -69,24 +73,33 @@ class CallSignature:
         args, kwargs = unflatten(leaves, self.shape)
         return function(*args, **kwargs)
 
-    def key(self, model: nn.Module, settings: Hashable) -> Hashable:
-        """The key of a call's graph: tensors by their metadata, other arguments by value.
+    def key(self, state: Collection[torch.Tensor], staying: frozenset[str]) -> Hashable:
+        """The key of a call's graph: tensors by their metadata, other arguments by value, PyTorch's settings.
 
-        `settings`: attributes and hooks that decide what the modules compute (`module_settings`)."""
-        state = (*model.parameters(), *model.buffers())
-        device = state[0].device.type
+        `state`: the model's. `staying`: what of it keeps its memory during the call. What objects among the arguments
+        hold, and the model's attributes, are Python state (`python_state`)."""
         return (
-            tuple((type(leaf), leaf) for leaf in self.leaves),
+            tuple((type(leaf), leaf if is_plain(leaf) else None) for leaf in self.leaves),
             self.shape,
             tuple(_kind(tensor) for tensor in self.tensors),
             tuple(_kind(tensor) for tensor in state),
-            settings,
-            autocast_state(device),
+            staying,
+            global_state(next(iter(state)).device.type),
         )
+
+    @property
+    def objects(self) -> list[Any]:
+        """Arguments that are neither tensors nor plain values: their attributes may change."""
+        return [leaf for leaf in self.leaves if not is_plain(leaf)]
 
     def __str__(self) -> str:
         """What is said of its shape."""
         return ", ".join(" × ".join(map(str, tensor.shape)) or "1" for tensor in self.tensors)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether an argument is compared by its own equality: numbers, strings, and what Python and PyTorch define."""
+    return is_opaque(leaf) and not callable(leaf)
 
 
 def _kind(tensor: torch.Tensor) -> Hashable:

@@ -8,8 +8,9 @@ marks them as written, since an optimizer may change them before the next step.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.compat.dispatch import without_autocast
-from hyper_parallel.compat.fake_process_group import fake_mode, faked, is_fake
+from hyper_parallel.compat.fake_process_group import fake_mode, faked
 from hyper_parallel.compat.fake_world import computed_once, taken_for_real
+from hyper_parallel.compat.live_storages import is_movable
 from hyper_parallel.compat.pytree import flatten, leaves_of, unflatten
 from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
@@ -30,7 +32,22 @@ from hyper_parallel.graph.memory_effects import reads, touched
 from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
+from hyper_parallel.offloading.autograd.outside_tensors import (
+    OutsideTensor,
+    OutsideTensors,
+    check_released,
+    check_written,
+    following,
+)
 from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.autograd.side_effects import (
+    Change,
+    Effect,
+    Transaction,
+    effects_of,
+    same_changes,
+)
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard.saved_gathers import SavedItem, SavedKind
 from hyper_parallel.strategy import Strategy
@@ -68,25 +85,42 @@ class Passes:
     """Inputs of the step that have a gradient, at least one; a spread model may keep what comes for a later call."""
     left: Mapping[SavedItem, str | None]
     """What the passes leave around them (`around`), and which output of the step it is; None for what was there."""
+    outside: tuple[OutsideTensor, ...] = ()
+    effects: tuple[Effect, ...] = ()
+    """What the forward pass does to Python state, with the last of the outputs."""
+    entries: Mapping[str, Hashable] | None = None
+    """The Python state under which the passes were captured (`state_snapshot.Snapshot.entries`)."""
 
-    def result(self, tensors: Sequence[Tensor]) -> Any:
-        """What the model returns, of these outputs."""
+    def result(self, tensors: Sequence[Tensor], state: Snapshot) -> Any:
+        """What the model returns, of these outputs; its side effects on Python state are done."""
         left = iter(tensors)
-        return unflatten([next(left) if leaf is _TENSOR else leaf for leaf in self.leaves], self.shape)
+        found = unflatten([next(left) if leaf is _TENSOR else leaf for leaf in self.leaves], self.shape)
+        for effect in self.effects:
+            effect.replay(left, state)
+        return found
+
+    def outside_now(self, state: Snapshot) -> dict[str, Tensor] | None:
+        """Tensors from outside by their names as inputs; None where one is of another kind than when captured."""
+        now = {outside.name: outside.now(state) for outside in self.outside}
+        there = {name: tensor for name, tensor in now.items() if tensor is not None}
+        return there if len(there) == len(now) else None
 
 
 _TENSOR = object()
 
 
-def lodgers(model: nn.Module) -> frozenset[str]:
-    """Of `module_state`, what lies in memory that is not its own alone: given up, it would be gone for others too."""
-    state = {name: tensor for name, (_, tensor) in module_state(model).items()}
-    owners = Counter(tensor.untyped_storage().data_ptr() for tensor in state.values())
+def staying(state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> frozenset[str]:
+    """Of a model's state, by name, what keeps its memory during a call: given up, it would be gone for others too, or
+    could not be taken again (memory shared with other processes, or with NumPy)."""
+    storages = {name: tensor.untyped_storage() for name, tensor in state.items()}
+    owners: dict[int, int] = {x.untyped_storage().data_ptr(): 1 for x in inputs}
+    for storage in storages.values():
+        address = storage.data_ptr()
+        owners[address] = owners.get(address, 0) + 1
     return frozenset(
         name
-        for name, tensor in state.items()
-        if owners[tensor.untyped_storage().data_ptr()] > 1
-        or tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        for name, storage in storages.items()
+        if owners[storage.data_ptr()] > 1 or storage.nbytes() != state[name].nbytes or not is_movable(storage)
     )
 
 
@@ -95,33 +129,57 @@ def capture_passes(
     forward: Callable[..., Any],
     call: CallSignature,
     through: Sequence[str] | None,
-    keep: bool = True,
-    around: Around | None = None,
+    keep: bool,
+    around: Around | None,
+    state: Snapshot,
 ) -> Passes:
     """Capture the forward and backward pass of one call of `model`, whose forward method is `forward`.
 
     `around`: the context of a parallelized model; the first argument of `call`, and of `forward`, is then the context
     that the call found. `through`: the fields of the result that receive gradients; None to decide from the result.
-    `keep`: the caller may hold the other fields until the backward pass is over. Guards are evaluated on the call's
-    tensors. Raises CaptureError where the passes cannot be captured.
+    `keep`: the caller may hold the other fields until the backward pass is over. `state`: the Python state, which is
+    afterwards what it was before. Guards are evaluated on the call's tensors. Raises CaptureError where the passes
+    cannot be captured.
     """
+    made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+    try:
+        passes = _capture_passes(model, forward, call, through, keep, around, state, made)
+    except BaseException:
+        state.clear_caches()
+        raise
+    check_released(made, state)
+    return passes
+
+
+def _capture_passes(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    call: CallSignature,
+    through: Sequence[str] | None,
+    keep: bool,
+    around: Around | None,
+    state: Snapshot,
+    made: weakref.WeakValueDictionary[int, Tensor],
+) -> Passes:
+    """As `capture_passes`. `made` is given all tensors of the capture."""
     # Plans support data-dependent sizes only for the rows of experts.
     spread_experts = around is not None and bool(around.handle.plan.experts)
     mode = fake_mode_with_symbols() if spread_experts else fake_mode()
     questions = Questions(call.named)
-    staying: dict[str, Kind] = dict.fromkeys(lodgers(model), "constant")
-    with faked(model, mode), mode:
+    resident: dict[str, Kind] = dict.fromkeys(staying(state.state, call.tensors), "constant")
+    outside = OutsideTensors(mode, questions, state, [*state.state.values(), *call.tensors])
+    with faked(model, mode), following(model, state), mode:
         given = [_empty(tensor) for tensor in call.tensors]
-        body = _Body(model, forward, call, given, through, keep, around)
+        body = _Body(model, forward, call, given, through, keep, around, state)
         inputs = {name: GivenTensor("input", tensor) for name, tensor in zip(call.names, given, strict=True)}
         fakes = [dict(module._buffers) for module in model.modules()]
         try:
-            with taken_for_real(), computed_once(model) as again:
+            with taken_for_real(), computed_once(model) as again, body.undone():
                 step = capture(
                     body,
                     {
                         **{
-                            name: GivenTensor(staying.get(name, kind), x)
+                            name: GivenTensor(resident.get(name, kind), x)
                             for name, (kind, x) in module_state(model).items()
                         },
                         **inputs,
@@ -129,11 +187,14 @@ def capture_passes(
                     model,
                     lambda: body.gradients,
                     questions=questions,
+                    outside=outside.lift,
+                    made=made,
                 )
             wanted = body.wanted
             _check_left(model, fakes)
         finally:
             body.forget()
+    check_written(step, state, call)
     _say_written(step)
     if around is not None:
         # Asked for now: the capture has made those that it was the first to need.
@@ -149,6 +210,9 @@ def capture_passes(
         tuple(questions.asked),
         wanted,
         body.left,
+        tuple(outside.found),
+        tuple(body.effects),
+        {path: token for path, token in state.entries.items() if path not in body.counted},
     )
 
 
@@ -169,8 +233,9 @@ class _Body:
         through: Sequence[str] | None,
         keep: bool,
         around: Around | None,
+        state: Snapshot,
     ) -> None:
-        self._around = around
+        self._around, self._state = around, state
         self._model, self._forward, self._call, self._given = model, forward, call, given
         self._through, self._keep = through, keep
         named = {**{name: tensor for name, (_, tensor) in module_state(model).items()}}
@@ -182,6 +247,23 @@ class _Body:
         self.leaves: list[Any] = []
         self.shape: Any = None
         self.left: dict[SavedItem, str | None] = {}
+        self.effects: list[Effect] = []
+        self._transaction: Transaction | None = None
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Afterwards Python state is what it was before."""
+        self._transaction = Transaction(self._state)
+        try:
+            yield
+        finally:
+            self._transaction.undo()
+            self._transaction = None
+
+    @property
+    def counted(self) -> set[str]:
+        """Numbers that the forward pass counts and never reads: no guards."""
+        return {effect.place.path for effect in self.effects if effect.mode == "add"}
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
@@ -200,7 +282,12 @@ class _Body:
     def __call__(self) -> Mapping[str, Tensor]:
         with torch.enable_grad():
             returned = self._call.run(self._forward, self._given)
-        tensors = self._read(returned)
+        assert self._transaction is not None
+        changes = self._transaction.changes()
+        self.effects, behind, places = effects_of(
+            changes, self._state, {id(x): name for name, (_, x) in module_state(self._model).items()}
+        )
+        tensors = self._read(returned, behind, places)
         through = [tensor for tensor, output in zip(tensors, self.outputs, strict=True) if output.through]
         state = [tensor.detach() for _, tensor in module_state(self._model).values()]
         with torch.no_grad():
@@ -224,6 +311,12 @@ class _Body:
         finally:
             for hook in hooks:
                 hook.remove()
+        if not same_changes(changes, self._transaction.changes()):
+            raise CaptureError(
+                "the backward pass changes Python state (a hook on gradients or a checkpoint that keeps something), "
+                f"which a graph of it would not do again: {_first_of(changes, self._transaction.changes())}; do it "
+                "outside of the model's passes"
+            )
         with torch.no_grad(), phase("backward"):
             host(HostPoint.END, state)
         named = {
@@ -258,13 +351,18 @@ class _Body:
         def keep(gradient: Tensor | None) -> None:
             if gradient is None:  # kept for a later call
                 return
+            if gradient.layout != torch.strided:
+                raise CaptureError(
+                    f"the gradient of {self._wanted[tensor].partition('.')[2]} is sparse, which no plan has memory "
+                    "for; make the embedding with sparse=False"
+                )
             with torch.no_grad():
                 self._of[tensor] = owned(gradient, tensor, self._taken)
 
         return keep
 
-    def _read(self, returned: Any) -> list[Tensor]:
-        """The tensors of the result; what it is made of is noted."""
+    def _read(self, returned: Any, behind: Sequence[Tensor], places: Sequence[str]) -> list[Tensor]:
+        """The tensors of the result, and those left `behind` in Python state; what the result is made of is noted."""
         tensors: list[Tensor] = []
         names: list[str] = []
         leaves, self.shape = flatten(returned)
@@ -277,15 +375,18 @@ class _Body:
                     raise CaptureError(_opaque(name, leaf))
         self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         through = self._through if self._through is not None else _assumed(names, tensors)
+        results = len(tensors)
+        tensors += behind
+        names += places
         self.outputs = [
             Output(
                 name,
                 x.requires_grad,
                 x.requires_grad and name in through,
-                self._keep or (x.requires_grad and name in through),
+                self._keep or at >= results or (x.requires_grad and name in through),
                 x.dtype,
             )
-            for name, x in zip(names, tensors, strict=True)
+            for at, (name, x) in enumerate(zip(names, tensors, strict=True))
         ]
         there = {output.name for output in self.outputs if output.through}
         if not there or not set(through) <= there:
@@ -324,20 +425,20 @@ def _opaque(name: str, leaf: Any) -> str:
     )
 
 
+def _first_of(changes: Sequence[Change], later: Sequence[Change]) -> str:
+    known = [(id(change.place.container), change.place.key) for change in changes]
+    new = (c for c in later if (id(c.place.container), c.place.key) not in known)
+    return next(new, later[0] if later else changes[0]).place.path
+
+
 def _check_left(model: nn.Module, fakes: Sequence[Mapping[str, Tensor | None]]) -> None:
-    """Nothing of the capture stays behind in the model."""
+    """Raises CaptureError for a buffer that the forward pass replaced."""
     for (name, module), before in zip(model.named_modules(), fakes, strict=True):
         changed = [key for key, value in module._buffers.items() if before.get(key) is not value]
-        changed += [
-            key for key, value in vars(module).items() if isinstance(value, Tensor) and is_fake(value)
-        ]
         if changed:
-            for key in changed:
-                if key not in before:
-                    delattr(module, key)
             raise CaptureError(
-                f"the forward pass of module {name!r} sets its {changed[0]!r} to another tensor, which a graph of it "
-                "would not do again; make it a buffer and write into it (copy_)"
+                f"the forward pass of module {name!r} sets its buffer {changed[0]!r} to another tensor, which a graph "
+                "of it would not do again; write into it (copy_)"
             )
 
 
@@ -362,3 +463,18 @@ def late(step: StepGraph) -> frozenset[str]:
             found |= touched(node) if is_cache(node) else reads(node)
     names |= {storage: entry.name for storage, entry in step.outside.items()}
     return frozenset(names[storage] for storage in found if storage in names)
+
+
+def exact(step: StepGraph) -> frozenset[str]:
+    """Inputs of which the backward pass uses earlier contents: a copy that was made in the forward pass comes back, or
+    what was computed from them is computed again."""
+    found: set[int] = set()
+    behind = False
+    for node in step.nodes:
+        if node.target is HOST:
+            behind = behind or node.args[0] == HostPoint.TURN
+        elif behind and is_cache(node):
+            found |= touched(node)
+        elif behind and node.meta["recomputed"]:
+            found |= reads(node)
+    return frozenset(entry.name for storage, entry in step.outside.items() if storage in found)

@@ -33,8 +33,11 @@ from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.random_state import set_state
 from hyper_parallel.graph.random_state import state_of as random_state_of
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
-from hyper_parallel.offloading.autograd.capture_passes import Passes, lodgers
+from hyper_parallel.offloading.autograd.capture_passes import Passes, staying
+from hyper_parallel.offloading.autograd.outside_tensors import following
 from hyper_parallel.offloading.autograd.resident_memory import WHOLES
+from hyper_parallel.offloading.autograd.side_effects import Transaction
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.tensor_digest import (
     SEED,
     TensorDigest,
@@ -58,9 +61,11 @@ class Check:
         call: CallSignature,
         ready: Ready,
         backend: Backend,
+        state: Snapshot,
     ) -> None:
         self._model, self._forward, self._call, self._ready = model, forward, call, ready
-        self._backend = backend
+        self._backend, self._state = backend, state
+        self._outside = ready.passes.outside_now(state) or {}
         self._device = next(model.parameters()).device
         self._generators = _generators(ready.passes)
         self._saved: list[tuple[Tensor, Tensor]] = []
@@ -133,24 +138,26 @@ class Check:
         """What comes of the model's own passes, paged."""
         model, call, passes = self._model, self._call, self._ready.passes
         state = {name: tensor for name, (_, tensor) in module_state(model).items()}
-        shared = lodgers(model)
+        shared = staying(state, call.tensors)
         moving = [x for name, x in state.items() if name.startswith("parameter.") and name not in shared]
-        moving = [x for x in moving if x.untyped_storage().resizable()]
         ids = {id(x) for x in moving}
-        staying = [*(x for x in state.values() if id(x) not in ids), *call.tensors]
-        # Of what inputs are parts of, `staying` has all.
+        fixed = [*(x for x in state.values() if id(x) not in ids), *call.tensors, *self._outside.values()]
+        # Of what inputs are parts of, `fixed` has all.
         held = sum(count for what, count in self._ready.held.items() if what != WHOLES)
-        room = budget - held - _bytes(staying, self._device)
+        room = budget - held - _bytes(fixed, self._device)
         with outside_modes():
             paged = Paged(tiers, room, self._device, passes.step)
-        paged.stay(staying)
+        paged.stay(fixed)
         paged.give(moving)
         self._seed()
+        python = Transaction(self._state)
         try:
-            with paged, aliased(model), computed_once(model):
+            with paged, aliased(model), following(model, self._state), computed_once(model):
                 found = self._run_own(closely)
         finally:
-            paged.restore(moving)
+            python.undo()
+            self._state.clear_caches()
+            paged.restore()
             torch.clear_autocast_cache()
         return found | self._after(closely)
 
@@ -163,6 +170,7 @@ class Check:
         }
         with torch.enable_grad():
             tensors = [x for x in leaves_of(call.run(self._forward, given)) if isinstance(x, Tensor)]
+        tensors += [x for effect in passes.effects for x in effect.left(self._state)]
         if len(tensors) != len(passes.outputs):
             raise CaptureError(
                 _refusal(f"the model returns {len(tensors)} tensors, and {len(passes.outputs)} when captured")
@@ -186,10 +194,14 @@ class Check:
 
     def _planned(self, closely: bool) -> dict[str, TensorDigest]:
         """What comes of the plan."""
+        self._seed()
+        # Gradients are let go of before the random state, which takes memory of the host, is looked at.
+        return self._run_planned(closely) | self._after(closely)
+
+    def _run_planned(self, closely: bool) -> dict[str, TensorDigest]:
         passes = self._ready.passes
         tensors = {**{name: x for name, (_, x) in module_state(self._model).items()}, **self._call.named}
-        self._seed()
-        run = Run(self._ready, tensors)
+        run = Run(self._ready, tensors | self._outside)
         with torch.no_grad():
             outputs = run.forward()
             found = self._results(outputs, closely)
@@ -203,7 +215,7 @@ class Check:
         for name, gradient in zip(passes.wanted, gradients, strict=True):
             if gradient is not None:
                 found[f"the gradient of {_named(name)}"] = digest_of(gradient, closely)
-        return found | self._after(closely)
+        return found
 
     def _results(self, tensors: Sequence[Tensor], closely: bool) -> dict[str, TensorDigest]:
         outputs = self._ready.passes.outputs
@@ -242,7 +254,7 @@ class Check:
         in the host's memory."""
         states = self._states()
         tensors = [x for name, (_, x) in module_state(self._model).items() if name.startswith("buffer.")]
-        tensors += self._call.tensors
+        tensors += [*self._call.tensors, *self._outside.values()]
         storages = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         with outside_modes():
             memory = self._backend.host_pages(sum(x.untyped_storage().nbytes() for x in storages.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import logging
@@ -13,8 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.compat.dispatch import transform_around
+from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.errors import BudgetError, HyperParallelError
-from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
 from hyper_parallel.offloading.autograd.parallel_context import Around
 from hyper_parallel.offloading.autograd.plan_cache import Plans
@@ -24,6 +27,9 @@ from hyper_parallel.offloading.autograd.two_passes import Ready, Run, TwoPasses
 from hyper_parallel.offloading.runtime.expert_overflow import TooUneven, changed_before, wanted
 
 log = logging.getLogger(__name__)
+
+_planning: contextvars.ContextVar[bool] = contextvars.ContextVar("planning", default=False)
+"""Whether a model is being captured or checked: a model inside it has no plan of its own then."""
 
 
 class Offloaded:
@@ -40,6 +46,7 @@ class Offloaded:
         self._plans = plans
         self._held = ResidentMemory(model)
         self._run: weakref.ref[Run] | None = None
+        self._said: set[str] = set()
         functools.update_wrapper(self, model.forward)
         del self.__wrapped__  # which would keep the model alive
         self.__signature__ = inspect.signature(model.forward)
@@ -63,7 +70,14 @@ class Offloaded:
         """
         model = self._model()
         assert model is not None, "it is being called"
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
+        if not torch.is_grad_enabled() or not _has_gradient(model, args, kwargs):
+            return self._forward(*args, **kwargs)
+        if _planning.get() or any(is_fake(p) for p in model.parameters()):
+            # A part of a model that is being captured, whose budget is around it.
+            return self._forward(*args, **kwargs)
+        around = transform_around()
+        if around is not None:
+            self._say_uncaptured(around)
             return self._forward(*args, **kwargs)
         self._give_way()
         if self._caches:
@@ -71,7 +85,17 @@ class Offloaded:
             kwargs.setdefault("use_cache", False)
         ready, outputs = self._run_forward(model, args, kwargs)
         self._held.gave(outputs)
-        return ready.passes.result(outputs)
+        assert ready.seen is not None
+        return ready.passes.result(outputs, ready.seen)
+
+    def _say_uncaptured(self, around: str) -> None:
+        """Say once of each kind of surroundings that calls inside run without a budget."""
+        if around not in self._said:
+            self._said.add(around)
+            log.warning(
+                "hp.offload: calls inside %s run uncaptured, as the model's own code and without a budget",
+                around,
+            )
 
     def _run_forward(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -80,7 +104,9 @@ class Offloaded:
         handle = self._around.handle if self._around is not None else None
         ready, call = agreed(handle, lambda: self._ready(model, args, kwargs))
         while True:
-            tensors = {**{name: x for name, (_, x) in module_state(model).items()}, **call.named}
+            assert ready.seen is not None
+            tensors = ready.seen.state | call.named
+            tensors |= ready.passes.outside_now(ready.seen) or {}
             run = Run(ready, tensors, self._around, self._plans.load)
             self._run = weakref.ref(run)
             try:
@@ -98,7 +124,11 @@ class Offloaded:
         around = self._around
         call = CallSignature.of(args if around is None else (around.given(), *args), kwargs)
         held = self._held.bytes(call.tensors, next(model.parameters()).device)
-        return self._plans.ready(model, self._captured, call, held), call
+        planning = _planning.set(True)
+        try:
+            return self._plans.ready(model, self._captured, call, held), call
+        finally:
+            _planning.reset(planning)
 
     def _ready_for(
         self, load: float, before: Ready, make: Callable[[], tuple[Ready, CallSignature]]
@@ -164,3 +194,10 @@ class Offloaded:
             "a model under hp.offload is not saved as a whole; save model.state_dict(), or call "
             "hyper_parallel.release(model) first"
         )
+
+
+def _has_gradient(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a backward pass may come: of the model's parameters, or of what it is called with (a soft prompt)."""
+    if any(p.requires_grad for p in model.parameters()):
+        return True
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of((args, kwargs)))

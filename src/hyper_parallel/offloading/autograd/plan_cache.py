@@ -22,11 +22,12 @@ from hyper_parallel.graph.dynamic_sizes import largest_sizes
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.autograd.activation_swap import Swap
 from hyper_parallel.offloading.autograd.call_signature import CallSignature
-from hyper_parallel.offloading.autograd.capture_passes import Passes, capture_passes, late
+from hyper_parallel.offloading.autograd.capture_passes import Passes, capture_passes, exact, late, staying
 from hyper_parallel.offloading.autograd.check_capture import Check
-from hyper_parallel.offloading.autograd.module_settings import Settings
 from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.autograd.python_state import PythonState
 from hyper_parallel.offloading.autograd.resident_memory import with_resident_inputs
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.two_passes import Ready
 from hyper_parallel.offloading.runtime.open_tiers import cluster_for, machine_of, measured, open_tiers
 from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices
@@ -42,6 +43,8 @@ _UNKNOWN = 1 << 40
 
 MANY = 8
 """Plans from which on it is said that calls differ much."""
+MOST = 16
+"""Plans of one kind of call that are kept."""
 
 
 class Plans:
@@ -82,12 +85,15 @@ class Plans:
         except BaseException:
             self.close()
             raise
-        self._settings = Settings()
+        self._state: PythonState | None = None
         self._known: dict[Hashable, list[Ready]] = defaultdict(list)
         self._shelves = SlotAllocator.of(self._tiers)
         self._numbers = itertools.count()
         self._most: dict[str, int] = {}
         """The most bytes of each thing that were held beside a call."""
+        self._made = 0
+        self._changed: set[str] = set()
+        """Settings that were said to have changed."""
         self.notes: list[str] = []
         """What each plan comes to, in a line."""
 
@@ -103,17 +109,23 @@ class Plans:
         Raises CaptureError, BudgetError, TierError.
         """
         self._most = {name: max(count, self._most.get(name, 0)) for name, count in held.items()}
-        known = self._known.get(call.key(model, self._settings.of(model)), [])
-        inputs = call.named
-        for at, ready in enumerate(known):
-            if all(question.holds(inputs) for question in ready.passes.questions):
-                more = any(count > ready.held[name] for name, count in held.items())
-                if more or (ready.load is not None and ready.load < self.load):
-                    known[at] = self._again(ready, call, held)
-                return known[at]
+        if self._state is None:
+            self._state = PythonState(model)
+        state = self._state.now(call.objects)
+        known = self._known[call.key(state.state.values(), staying(state.state, call.tensors))]
+        for ready in reversed(known):  # the last one first
+            if not _holds(ready, state, call):
+                continue
+            more = any(count > ready.held[name] for name, count in held.items())
+            if more or (ready.load is not None and ready.load < self.load):
+                known.remove(ready)
+                ready = self._again(ready, call, held)
+                ready.seen = state
+                known.append(ready)
+            return ready
+        self._say_why(known, state)
         begun = time.perf_counter()
-        with self._settings.followed(model):
-            passes = capture_passes(model, forward, call, self._through, self._keep, self._around)
+        passes = capture_passes(model, forward, call, self._through, self._keep, self._around, state)
         log.info(
             "hp.offload: both passes as a graph: %d nodes, captured in %.1f s (inputs: %s)",
             len(list(passes.step.nodes)),
@@ -122,10 +134,12 @@ class Plans:
         )
         ready = self._fitting(passes, call, held)
         if self._check:
-            self._checked(model, forward, call, ready)
-        # Not `known`: the forward pass may have shown which settings it changes by itself.
-        self._known[call.key(model, self._settings.of(model))].append(ready)
-        if sum(map(len, self._known.values())) == MANY:
+            self._checked(model, forward, call, ready, state)
+        ready.seen = state
+        known.append(ready)
+        self._made += 1
+        self._forget_oldest(known)
+        if self._made == MANY:
             log.warning(
                 "hp.offload has made %d plans, one for each shape of input: inputs of few shapes (padded, packed) and "
                 "numbers given as tensors save the time that plans take",
@@ -133,13 +147,36 @@ class Plans:
             )
         return ready
 
+    def _say_why(self, known: Sequence[Ready], state: Snapshot) -> None:
+        """Log what differs from the last call of this kind, once for each setting."""
+        if not known:
+            return
+        changed = state.difference(known[-1].passes.entries or {})
+        if changed is not None:
+            setting = changed.partition(" ")[0]
+            level = logging.INFO if setting in self._changed else logging.WARNING
+            self._changed.add(setting)
+            log.log(level, "hp.offload: %s has changed: this call is captured and planned anew", changed)
+
+    def _forget_oldest(self, known: list[Ready]) -> None:
+        """Keep no more than so many plans of one kind of call, of which settings change again and again."""
+        while len(known) > MOST:
+            oldest = known.pop(0)
+            self._shelves = self._shelves.without(oldest.number)
+
     def _checked(
-        self, model: nn.Module, forward: Callable[..., Any], call: CallSignature, ready: Ready
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: CallSignature,
+        ready: Ready,
+        state: Snapshot,
     ) -> None:
         """Raises CaptureError where a plan does not give what the model's own passes give."""
         begun = time.perf_counter()
         try:
-            Check(model, forward, call, ready, self._backend).run(self._tiers, ready.budget, self._reserve)
+            check = Check(model, forward, call, ready, self._backend, state)
+            check.run(self._tiers, ready.budget, self._reserve)
         except BaseException:
             self._shelves = self._shelves.without(ready.number)
             self._reserve()
@@ -198,7 +235,8 @@ class Plans:
         self.notes.append(note)
         runtime = Runtime(found.step, self._tiers)
         run = executable(found.step, cache=runtime)
-        return Ready(passes, run, runtime, dict(held), late(found.step), number, found.load, budget)
+        step = found.step
+        return Ready(passes, run, runtime, dict(held), late(step), number, found.load, budget, exact(step))
 
     def _bytes(self, step: StepGraph) -> int:
         """What a step may hold."""
@@ -209,6 +247,22 @@ class Plans:
         return self._budget.budget(step, problem)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, and let go of the model's Python state."""
+        self._known.clear()
+        self._state = None
         for tier in self._tiers.values():
             tier.close()
+
+
+def _holds(ready: Ready, state: Snapshot, call: CallSignature) -> bool:
+    """Whether a call finds what a plan's graph was captured under."""
+    passes = ready.passes
+    if ready.seen is not state:
+        if passes.entries is not None and not passes.entries.items() <= state.entries.items():
+            return False
+        ready.seen = state
+    outside = passes.outside_now(state)
+    if outside is None:
+        return False
+    inputs = call.named | outside
+    return all(question.holds(inputs) for question in passes.questions)

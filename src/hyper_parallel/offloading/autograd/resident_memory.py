@@ -61,7 +61,7 @@ class ResidentMemory:
         assert model is not None, "it is being called"
         self._look(model)
         counted = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in model.parameters() if p.is_leaf and p.grad is not None]
         seen = {_address(tensor) for tensor in inputs}
         whole = sum({_address(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}.values())
         results = [found for reference in self._results if (found := reference()) is not None]

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.compat.dispatch import below_autograd, version
+from hyper_parallel.compat.live_storages import is_movable
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import Executable
 from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.autograd.capture_passes import Passes
 from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
+from hyper_parallel.offloading.autograd.tensor_digest import fingerprint
 from hyper_parallel.offloading.runtime.expert_overflow import TooUneven
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ready:
     """Two passes with their moves."""
 
@@ -37,6 +40,11 @@ class Ready:
     """How many times their even share of the rows a rank's experts may get; None where no size depends on it."""
     budget: int
     """Bytes of the device that they keep within."""
+    exact: frozenset[str] = frozenset()
+    """Inputs that may not change between the passes in any way, since copies of them come back or are computed with
+    (`capture_passes.exact`)."""
+    seen: Snapshot | None = None
+    """Python state under which the passes are known to hold."""
 
 
 class Run:
@@ -58,7 +66,11 @@ class Run:
             [self._tensors.get(name, _NOTHING) for name in ready.executable.inputs]
         )
         self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._prints: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
         self._results: list[weakref.ref[Tensor] | None] = []
+        self._beside: list[tuple[str, weakref.ref[Tensor]]] = []
+        """Results that have a gradient which does not come back."""
+        self._forward_runs = True
         self._over = ""
         """Why there is no backward pass any more."""
 
@@ -75,6 +87,7 @@ class Run:
                 raise TooUneven(load)
             point, values = self._send(None)
         assert point == HostPoint.TURN, point
+        self._forward_runs = False
         passes = self._ready.passes
         shown = values[: len(passes.outputs)]
         looked_at = {f"output.{at}": tensor for at, tensor in enumerate(shown)} | self._tensors
@@ -83,11 +96,19 @@ class Run:
             for name, tensor in looked_at.items()
             if name in self._ready.late
         }
+        self._prints = {
+            name: (x, fingerprint(x)) for name, x in self._tensors.items() if name in self._ready.exact
+        }
         # Not the run's own tensors: those would come to hold, by autograd, the run that holds them.
         return [tensor.detach() for tensor in shown]
 
     def gave(self, results: Sequence[Tensor]) -> None:
         """Remember the caller's results, weakly; `backward` checks that those the plan does not keep were released."""
+        self._beside = [
+            (output.name, weakref.ref(tensor))
+            for tensor, output in zip(results, self._ready.passes.outputs, strict=True)
+            if output.differentiable and not output.through
+        ]
         self._results = [
             None if output.kept else weakref.ref(tensor)
             for tensor, output in zip(results, self._ready.passes.outputs, strict=True)
@@ -144,9 +165,24 @@ class Run:
                     f"{name} was changed in place after the model was called, and its backward pass needs it as it "
                     "was; change a clone, or change it after backward()"
                 )
-        self._versions = {}  # with which some of the results would stay
-        for output, result in zip(outputs, self._results, strict=True):
-            if result is not None and result() is not None:
+        for name, (tensor, print_before) in self._prints.items():
+            if not is_movable(tensor.untyped_storage()):
+                raise HyperParallelError(
+                    f"the memory of {name} was shared (share_memory, or a view of NumPy's) after the model was "
+                    "called, and its backward pass gives it up and takes it again; share it before the model is called"
+                )
+            if fingerprint(tensor) != print_before:
+                raise HyperParallelError(
+                    f"the values of {name} were changed (through .data, or in memory that it shares) after the model "
+                    "was called, and its backward pass brings back, or computes with, what they were; change them "
+                    "after backward(), or give hp.offload a larger budget"
+                )
+        for name, reference in self._beside:
+            if _wants_gradient(reference()):
+                raise HyperParallelError(_no_gradient(name))
+        self._versions, self._prints = {}, {}  # with which some of the results would stay
+        for output, released in zip(outputs, self._results, strict=True):
+            if released is not None and released() is not None:
                 raise HyperParallelError(
                     f"the model's {output.name!r} is still held as its backward pass begins, and the plan gives its "
                     "memory to others (keep_results=False); let go of it before backward(), or leave "
@@ -155,8 +191,9 @@ class Run:
 
     def _send(self, answer: Tensor | None) -> tuple[str, Sequence[Tensor]]:
         assert self._steps is not None
+        # Some kernels ask whether gradients are wanted: an LSTM's keeps its workspace only then.
         try:
-            with below_autograd():
+            with below_autograd(), torch.set_grad_enabled(self._forward_runs):
                 found: tuple[str, Sequence[Tensor]] = self._steps.send(answer)
                 return found
         except StopIteration:
@@ -174,7 +211,7 @@ class Run:
         """It goes no further: the model's state is on the device, and no copy is under way."""
         assert self._steps is not None
         self._steps.close()
-        self._steps, self._over, self._versions = None, why, {}
+        self._steps, self._over, self._versions, self._prints = None, why, {}, {}
         state = {name: x for name, x in self._tensors.items() if not name.startswith("input.")}
         self._ready.runtime.stopped(state)
         self._tensors = {}
@@ -191,6 +228,17 @@ _GAVE_WAY = (
     "more: its plan is for one forward pass and its backward pass. Call backward() first, give all inputs to one "
     "call, or make the other call inside torch.no_grad()"
 )
+
+
+def _wants_gradient(result: Tensor | None) -> bool:
+    return result is not None and bool(result.retains_grad or result._backward_hooks)
+
+
+def _no_gradient(name: str) -> str:
+    return (
+        f"the gradient of {name!r} is asked for (retain_grad, or a hook), and a model under hp.offload computes those "
+        "of its parameters and inputs alone; call hyper_parallel.release(model) first to compute it"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -70,7 +70,7 @@ class Paged(TorchDispatchMode):
         """Bytes that were resident at most."""
 
     def give(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors from outside that may leave too; they are whole again after `restore`."""
+        """Tensors from outside that may leave too."""
         for tensor in tensors:
             self._add(tensor)
 
@@ -79,10 +79,9 @@ class Paged(TorchDispatchMode):
         self._fixed.update(id(tensor.untyped_storage()) for tensor in tensors)
         self._kept = list(tensors)
 
-    def restore(self, tensors: Iterable[Tensor]) -> None:
-        """Bring tensors back for good; what else leaves stays away."""
-        for tensor in tensors:
-            key = id(tensor.untyped_storage())
+    def restore(self) -> None:
+        """Bring back for good what somebody still holds."""
+        for key in list(self._pages):
             if key in self._pages:
                 with outside_modes():
                     self._bring([key], 0)
