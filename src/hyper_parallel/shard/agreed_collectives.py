@@ -288,13 +288,10 @@ class AgreedCollectives:
         self.on_hold()
 
     def _release(self) -> None:
-        """End a pass that no backward pass follows. The root's weights go too: gathered ones would be computed with
-        after an optimizer's update, and `zero_grad` would look for gradients on them."""
-        for group in self.groups:
-            if self._held is not None:
+        """End a pass that no backward pass follows; `fsdp.keep_gathered_fresh` frees what it gathered."""
+        if self._held is not None:
+            for group in self.groups:
                 group.flags = self._held[id(group)]
-            if group.flags.reshard:
-                group.free()
         self._held = None
 
     def _end_backward(self) -> None:

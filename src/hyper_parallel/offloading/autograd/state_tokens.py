@@ -70,6 +70,7 @@ class Identity:
 
 
 def tensor_token(value: Any) -> Hashable:
+    """Return the metadata of a tensor; MISSING for anything else."""
     if not isinstance(value, torch.Tensor):
         return MISSING
     if value.layout != torch.strided:
@@ -78,6 +79,7 @@ def tensor_token(value: Any) -> Hashable:
 
 
 def key_token(key: Any) -> Hashable:
+    """Return what is compared of a key of a dict or an item of a set."""
     if type(key) in ATOMS or type(key) in FLOATS:
         return type(key), key
     if isinstance(key, tuple):
@@ -123,6 +125,7 @@ def state_token(value: Any) -> Hashable:
 
 
 def shown(token: Any) -> str:
+    """Return a token in the words of a log line."""
     if token is MISSING:
         return "absent"
     if isinstance(token, Identity):
@@ -136,6 +139,7 @@ def shown(token: Any) -> str:
 
 
 def package(module: Any) -> str:
+    """Return the first part of a module's name."""
     return str(module).partition(".")[0]
 
 
