@@ -34,8 +34,24 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "shard 2 optimizer in 2": {"axes": {"shard": 2}, "memory": {"shard": "optimizer"}},
     "replicate 2 shard 2 in 2": {"axes": {"replicate": 2, "shard": 2}},
     "shard 2 tensor 2": {"axes": {"shard": 2, "tensor": 2}, "rules": RULES},
+    "shard 2 traceable": {"axes": {"shard": 2}, "lowering": "traceable"},
+    "replicate 2 traceable": {"axes": {"replicate": 2}, "lowering": "traceable"},
+    "shard 2 tensor 2 traceable": {
+        "axes": {"shard": 2, "tensor": 2},
+        "rules": RULES,
+        "lowering": "traceable",
+    },
+    "shard 2 optimizer traceable in 2": {
+        "axes": {"shard": 2},
+        "memory": {"shard": "optimizer"},
+        "lowering": "traceable",
+    },
+    "replicate 2 shard 2 traceable in 2": {"axes": {"replicate": 2, "shard": 2}, "lowering": "traceable"},
+    "shard 2 offload": {"axes": {"shard": 2}, "lowering": "offload"},
+    "replicate 2 offload in 2": {"axes": {"replicate": 2}, "lowering": "offload"},
 }
-"""By name; those that end with "in 2" compute a step in two micro-batches."""
+"""By name; those that end with "in 2" compute a step in two micro-batches. `lowering`: of `hp.parallelize`; "offload"
+is the traceable one under `hp.offload`."""
 TOLERANCE = 3e-5
 
 
@@ -80,6 +96,13 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.005, momentum=0.5, weight_decay=0.1)
 
 
+def _declared(strategy: str) -> tuple[hp.Strategy, str]:
+    """A strategy of the table, and its lowering."""
+    settings = {**STRATEGIES[strategy]}
+    lowering = settings.pop("lowering", "fsdp")
+    return hp.Strategy(**settings), lowering
+
+
 def _micro_batches(strategy: str) -> int:
     return 2 if strategy.endswith(" in 2") else 1
 
@@ -109,15 +132,18 @@ def on_one_device(name: str, workers: int, micro_batches: int = 1) -> list[dict[
     return found
 
 
-def under(name: str, strategy: hp.Strategy, micro_batches: int = 1) -> list[dict[str, Tensor]]:
+def under(name: str, strategy: str) -> list[dict[str, Tensor]]:
     """The same of a parallelized module, on every rank."""
-    module = made(name)
-    hp.parallelize(module, strategy)
+    module, micro_batches = made(name), _micro_batches(strategy)
+    declared, lowering = _declared(strategy)
+    hp.parallelize(module, declared, lowering="fsdp" if lowering == "fsdp" else "traceable")
+    if lowering == "offload":
+        hp.offload(module, budget="64MiB", host="16MiB")
     handle = hp.sharded(module)
     optimizer, found = _optimizer(module), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        rows = torch.arange(ROWS).chunk(strategy.axes.data)[handle.data_index]
+        rows = torch.arange(ROWS).chunk(declared.axes.data)[handle.data_index]
         total = torch.zeros(())
         for number, part in enumerate(rows.chunk(micro_batches)):
             with handle.micro_batch(seed=0, step=step, rows=part, last=number == micro_batches - 1):
@@ -168,13 +194,13 @@ def compared(rank: int, world: int, name: str, strategy: str) -> tuple[str, str]
     with tempfile.TemporaryDirectory() as cache:
         # What passed is remembered by classes and shapes, which patterns share.
         os.environ["XDG_CACHE_HOME"] = cache
-        declared = hp.Strategy(**STRATEGIES[strategy])
         try:
-            ours = under(name, declared, _micro_batches(strategy))
+            ours = under(name, strategy)
         except HyperParallelError as refusal:
             line = str(refusal)
             return ("refused" if "\n" not in line else "WRONG"), line
-        off = difference(on_one_device(name, declared.axes.data, _micro_batches(strategy)), ours)
+        workers = _declared(strategy)[0].axes.data
+        off = difference(on_one_device(name, workers, _micro_batches(strategy)), ours)
         # Every rank waits for the slowest, so that none ends its connection early.
         dist.barrier()
         return ("WRONG" if off else "right"), off

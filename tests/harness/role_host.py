@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ class RoleHost:
     def die(self, rank: int, number: int = signal.SIGKILL) -> None:
         """One rank gets a signal, while the others wait for it."""
         if rank == self.worker.rank:
-            os.kill(os.getpid(), number)
+            # To this thread: a signal to the process may stop another thread first, and this one would still reach the
+            # barrier and let the others go.
+            signal.pthread_kill(threading.get_ident(), number)
         dist.barrier()
 
     def sleep(self, seconds: float) -> None:

@@ -10,11 +10,12 @@ import torch
 
 
 def among(*others: Sequence[float]) -> Any:
-    """The handle of a rank beside `others`, each with the numbers that it puts into the all-reduce."""
+    """The handle of a rank beside `others`, each with the numbers that it puts into the all-reduce; zeros follow."""
 
     def all_reduce(told: torch.Tensor, names: Any, how: str) -> torch.Tensor:
         assert how == "max"
-        return torch.stack([told, *(torch.tensor(one, dtype=told.dtype) for one in others)]).amax(0)
+        filled = [[*one, *[0] * (len(told) - len(one))] for one in others]
+        return torch.stack([told, *(torch.tensor(one, dtype=told.dtype) for one in filled)]).amax(0)
 
     mesh = SimpleNamespace(world=1 + len(others), names=("shard",))
     return SimpleNamespace(mesh=mesh, device="cpu", all_reduce=all_reduce)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harness.told_ranks import among
-from hyper_parallel.errors import BudgetError, FollowsError
+from hyper_parallel.errors import BudgetError, CaptureError, FollowsError
 from hyper_parallel.offloading.autograd.rank_agreement import agreed
 
 
@@ -39,3 +40,13 @@ def test_another_error_is_the_ranks_own() -> None:
         agreed(among((1, 512)), make)
     with pytest.raises(FollowsError, match="no plan on another worker"):
         agreed(among((1, 0)), lambda: 7)
+
+
+def test_a_result_that_differs_from_another_ranks_is_none() -> None:
+    mine, other = bytes([1, 2, 3, 4, 5, 6, 7, 8]), [1, 2, 3, 4, 5, 6, 7, 9]
+    handle = among((0, 0, *mine, *(-byte for byte in mine)))
+    assert agreed(handle, lambda: 7, lambda made: mine) == 7
+    handle = among((0, 0, *other, *(-byte for byte in other)))
+    handle.model = SimpleNamespace()
+    with pytest.raises(CaptureError, match="the code of SimpleNamespace computes with other weights"):
+        agreed(handle, lambda: 7, lambda made: mine)

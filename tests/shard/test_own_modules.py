@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from harness import run_ranks
-from harness.own_modules import RULES, all_compared, difference, made, on_one_device, rows_of
+from harness.own_modules import RULES, STRATEGIES, all_compared, difference, made, on_one_device, rows_of
 from hyper_parallel import shard
 from hyper_parallel.compat.collectives import counting
 from hyper_parallel.errors import StrategyError
@@ -43,6 +44,22 @@ RIGHT = {
     "tensor 2": ("attention", "penalty", "hook on a split weight", "orthogonal"),
     "shard 2 tensor 2": ("term left by a layer", "all heads run, one is used", "hook on a tied weight"),
 }
+RIGHT |= {
+    "shard 2 traceable": (
+        "experts of some rows",
+        "early exit",
+        "rounds",
+        "checkpointed experts",
+        "weight that nothing uses",
+        "penalty of all",
+        "weight norm of hooks",
+        "two passes",
+    ),
+    "shard 2 optimizer traceable in 2": ("experts of some rows", "one head of a batch"),
+    "shard 2 tensor 2 traceable": ("all heads run, one is used", "orthogonal"),
+    "shard 2 offload": ("layers that run three times", "penalty of all", "weight of another layer"),
+    "replicate 2 offload in 2": ("functional", "weight norm of hooks", "frozen layer"),
+}
 RIGHT["replicate 2 shard 2 in 2"] = ("layers by turns", "experts of some rows", "teacher", "a dict of terms")
 REFUSED = {
     "shard 2": {
@@ -58,6 +75,19 @@ REFUSED = {
         "clamp": "the forward pass of Own writes the weight 'out.weight'",
         "weight norm of a split weight": "splits a weight of 'up', which is computed from other parameters",
     },
+    "shard 2 traceable": {
+        "clamp of data": "the forward pass of Own writes the weight 'out.weight', which lowering='traceable' does not",
+        "data set": "puts another tensor in the place of the parameter 'layers.0.weight'",
+        "teacher copied": "the forward pass of Own loads weights into a Linear, which lowering='traceable' does not",
+        "center after a while": "the forward pass of Own writes the buffer 'kept', and not the same on every rank",
+        "two hooks": "the parameter 'out.weight' has a hook, and lowering='traceable'",
+    },
+    "shard 2 offload": {
+        "teacher after a while": "the forward pass of Own writes the weight 'teacher.weight', which lowering=",
+        "counter of rows": "the forward pass of Own writes 'kept', and what it writes depends on the rows",
+        "weight of the rows": "the rows of a batch depend on each other in Own",
+        "center after a while": "the forward pass of Own writes the buffer 'kept', and not the same on every rank",
+    },
     "shard 2 tensor 2": {
         "teacher after a while": "the forward pass of Own writes the weight 'teacher.",
         "weight of another layer": "the forward pass of Own uses a weight outside of the layer that it belongs to",
@@ -65,16 +95,20 @@ REFUSED = {
 }
 
 
+def _world(strategy: str) -> int:
+    return math.prod(STRATEGIES[strategy]["axes"].values())
+
+
 @pytest.mark.parametrize("strategy", RIGHT)
 def test_what_is_trained_is_what_one_device_trains(strategy: str) -> None:
-    world = 2 if strategy.count("2") == 1 else 4
+    world = _world(strategy)
     for found in run_ranks(all_compared, world, RIGHT[strategy], strategy):
         assert found == dict.fromkeys(RIGHT[strategy], ("right", ""))
 
 
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_what_cannot_be_right_is_refused_by_every_rank_in_a_line(strategy: str) -> None:
-    world = 2 if strategy.count("2") == 1 else 4
+    world = _world(strategy)
     for found in run_ranks(all_compared, world, tuple(REFUSED[strategy]), strategy):
         for name, reason in REFUSED[strategy].items():
             outcome, line = found[name]

@@ -32,6 +32,11 @@ def running_backward() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that is running was asked to keep its graph for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
     """Operators in the block go straight to the device's kernels: nothing is recorded for a backward pass, and nothing

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat import collectives
 from hyper_parallel.compat.fsdp_groups import (
     BackwardFlags,
     ParameterGroup,
@@ -334,20 +333,12 @@ class AgreedCollectives:
     # Agreement.
 
     def _any(self, flags: list[bool]) -> list[bool]:
-        """Of each flag whether it is set on some rank. A collective."""
-        return [bool(value) for value in self.greatest([float(flag) for flag in flags])]
+        return self._axes.any(flags)
 
     def _at_one(self, event: int) -> bool:
         """Whether all ranks are at this event. A collective."""
-        high, low = self.greatest([float(event), -float(event)])
+        high, low = self._axes.greatest([float(event), -float(event)])
         return high == -low
-
-    def greatest(self, values: list[float]) -> list[float]:
-        """The greatest of each over all ranks. A collective of every rank of the strategy."""
-        with torch.no_grad():
-            mine = torch.tensor(values, dtype=torch.float64, device=collectives.device_type())
-            greatest: list[float] = self._axes.all_reduce(mine, self._axes.mesh.names, "max").tolist()
-            return greatest
 
 
 def leaves_terms(module: nn.Module, given: Any, known: list[Any]) -> bool:

@@ -27,6 +27,7 @@ from hyper_parallel.shard.experts.load_balancing import Routing
 from hyper_parallel.shard.experts.token_layout import apply_experts_plan
 from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
 from hyper_parallel.shard.functional_dropout import apply_functional_dropout
+from hyper_parallel.shard.gathered_at_root import GatheredAtRoot
 from hyper_parallel.shard.loss.root import apply_loss
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.own_terms import own_terms
@@ -98,19 +99,7 @@ def parallelize(
     strategy = strategy.of_stage
     plan = make_plan(model, strategy)
     mesh = plan.mesh
-    if alone and mesh.world > 1:
-        raise StrategyError(
-            f"alone=True computes on one device, but the strategy's axes multiply to {mesh.world}"
-        )
-    if like is not None:
-        if like.mesh != mesh:
-            raise StrategyError(
-                f"`like` was parallelized over {like.mesh.axes}, and this strategy's axes are {mesh.axes}"
-            )
-        axes = like.axes
-    else:
-        stage = pipeline.devices if pipeline is not None else None
-        axes = ProcessMesh.of(mesh, placed_on(strategy), alone=alone, stage=stage)
+    axes = _axes(plan, strategy, alone=alone, like=like, pipeline=pipeline)
     skeleton = copy.deepcopy(model) if any(p.is_meta for p in model.parameters()) else None
 
     # Everything that may be refused is, before the model is touched.
@@ -137,7 +126,11 @@ def parallelize(
         hooks.refuse("lowering='traceable' is for steps that are captured, which call none")
     apart = pipeline is not None and pipeline.submodels
     find_positions_in_masks(model)
-    routing, balancing = _apply(model, plan, strategy, axes, dtypes, gathers, towers=not apart)
+    # Ranks that are simulated run one after the other, and need not agree.
+    at_root = own and gathers and axes.connected and mesh.world > 1
+    routing, balancing = _apply(
+        model, plan, strategy, axes, dtypes, gathers, towers=not apart, at_root=at_root
+    )
     apply_recompute(map(model.get_submodule, recomputed), strategy.memory.recompute == "selective")
 
     fsdp2 = axes.connected and not gathers
@@ -157,21 +150,47 @@ def parallelize(
     if own and mesh.world > 1:
         explain_errors(model)
     if unseen and original is not None:
-
-        def also(original: nn.Module, call: SeenCall) -> None:
-            check_rows_of_call(strategy, together, original, call)
-            if fsdp2 and pipeline is None:
-                rehearse(handle, on_simulated_ranks, functools.partial(_like, handle), original, call)
-
-        check_on_first_call(model, original, strategy, plan, on_simulated_ranks, together, also)
+        _check_on_first_call(handle, original, lowering, together)
     if longest is not None:
         refuse_longer(model, strategy, longest)
     return model
 
 
-def _like(handle: ShardedModel, model: nn.Module, strategy: Strategy) -> nn.Module:
+def _axes(
+    plan: Plan, strategy: Strategy, *, alone: bool, like: ShardedModel | None, pipeline: PipelinePlace | None
+) -> ProcessMesh:
+    """The axes of a plan with their process groups; see `parallelize`."""
+    if alone and plan.mesh.world > 1:
+        raise StrategyError(
+            f"alone=True computes on one device, but the strategy's axes multiply to {plan.mesh.world}"
+        )
+    if like is None:
+        stage = pipeline.devices if pipeline is not None else None
+        return ProcessMesh.of(plan.mesh, placed_on(strategy), alone=alone, stage=stage)
+    if like.mesh != plan.mesh:
+        raise StrategyError(
+            f"`like` was parallelized over {like.mesh.axes}, and this strategy's axes are {plan.mesh.axes}"
+        )
+    return like.axes
+
+
+def _check_on_first_call(
+    handle: ShardedModel, original: nn.Module, lowering: Lowering, together: tuple[int, ...]
+) -> None:
+    """Have the first call of a model checked; see `check_on_first_call`."""
+    strategy = handle.strategy
+
+    def also(original: nn.Module, call: SeenCall) -> None:
+        check_rows_of_call(strategy, together, original, call)
+        if handle.axes.connected and handle.pipeline is None:
+            rehearse(handle, on_simulated_ranks, functools.partial(_like, handle, lowering), original, call)
+
+    check_on_first_call(handle.model, original, strategy, handle.plan, on_simulated_ranks, together, also)
+
+
+def _like(handle: ShardedModel, lowering: Lowering, model: nn.Module, strategy: Strategy) -> nn.Module:
     """A copy spread over the processes of a model."""
-    return parallelize(model, strategy, like=handle)
+    return parallelize(model, strategy, lowering=lowering, like=handle)
 
 
 def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace | None) -> None:
@@ -210,9 +229,10 @@ def _apply(
     gathers: bool,
     *,
     towers: bool,
+    at_root: bool,
 ) -> tuple[Routing | None, Balancing | None]:
     """Wrap what the plan names: regions, attention, random numbers, the loss, accesses to parameters, casts. `towers`:
-    those that did not run get gradients of zero.
+    those that did not run get gradients of zero. `at_root`: all parameters are accessed when the model is called.
 
     Returns the counts of tokens by expert, and the routers' auxiliary loss, where there are such.
     """
@@ -238,7 +258,7 @@ def _apply(
     apply_context_to_root(model, context)
     if towers:
         apply_towers(model)
-    _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers)
+    _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers, at_root)
     apply_casts(model, dtypes)
     return routing, balancing
 
@@ -270,6 +290,7 @@ def _apply_accesses(
     dtypes: dict[str, torch.dtype],
     reduce: torch.dtype,
     gathers: bool,
+    at_root: bool,
 ) -> None:
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     alone = plan.mesh.world == 1
@@ -288,6 +309,10 @@ def _apply_accesses(
                 access = Access(plan.parameters[known[id(parameter)]], axes, dtype_pair, gathers)
                 for group in groups:
                     by_group.setdefault(group, []).append(AccessedParameter(module, own, access))
+    if at_root:
+        each = {(id(one.owner), one.own): one for accesses in by_group.values() for one in accesses}
+        GatheredAtRoot(model, [*each.values()], axes)
+        return
     for name, accesses in by_group.items():
         apply_access(model.get_submodule(name), accesses)
 

@@ -12,7 +12,7 @@ several micro-batches, the step's context says (`StepContext.gathers`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,7 +50,15 @@ class Access:
 
     def __call__(self, stored: torch.Tensor) -> torch.Tensor:
         x = local_for_compute(stored) if isinstance(stored, DTensor) else stored
-        x = self._over_data(x) if self.gathers else x.to(self.dtypes.compute)
+        if self.gathers:
+            over = self.over_data()
+            x = _Moved.apply(x, over.forward, over.backward)
+        else:
+            x = x.to(self.dtypes.compute)
+        return self.after_data(x)
+
+    def after_data(self, x: torch.Tensor) -> torch.Tensor:
+        """What is computed with, of what `over_data` or FSDP2 makes."""
         for axis in self.plan.summed:
             x = self.axes[axis].copy(x)
         if self.plan.chosen is not None:
@@ -66,8 +74,9 @@ class Access:
             )
         )
 
-    def _over_data(self, x: torch.Tensor) -> torch.Tensor:
-        storage, replicate, stored = self.axes[self.plan.storage], self.axes["replicate"], x.dtype
+    def over_data(self) -> OverData:
+        """How a stored parameter becomes whole over the data axes, in the step that is installed now."""
+        storage, replicate = self.axes[self.plan.storage], self.axes["replicate"]
         whole, found = self.plan.computed, self.plan.storage_dim
         splits, dim = found is not None and storage.size > 1, found or 0
         length = (
@@ -78,12 +87,14 @@ class Access:
 
         # Read here: the backward pass may run in another thread.
         between, key = current_step().gathers, id(self)
+        stored: list[torch.dtype] = []
 
         def made(x: torch.Tensor) -> torch.Tensor:
             x = x.to(self.dtypes.compute)
             return storage._gather(x, dim, length) if splits else x.view_as(x)
 
         def forward(x: torch.Tensor) -> torch.Tensor:
+            stored.append(x.dtype)
             return made(x) if between is None else between.weight(key, lambda: made(x))
 
         def backward(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -95,9 +106,18 @@ class Access:
             if found is not None and replicate.size > 1:
                 found = found if between is None else between.shards(key, found)
                 found = None if found is None else replicate._reduce(found)
-            return None if found is None else found.to(stored)
+            return None if found is None else found.to(stored[0])
 
-        return _Moved.apply(x, forward, backward)  # type: ignore[no-any-return]
+        return OverData(forward, backward, lambda: between is not None and between.keeps(key))
+
+
+class OverData(NamedTuple):
+    """A parameter's way over the data axes, and its gradient's way back."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor], torch.Tensor | None]
+    waits: Callable[[], bool]
+    """Whether a gradient of earlier micro-batches is kept to be reduced with this one's."""
 
 
 class AccessedParameter(NamedTuple):
@@ -126,19 +146,21 @@ def apply_access(module: nn.Module, accesses: Sequence[AccessedParameter]) -> No
                     assert parameter is not None
                     if id(parameter) not in made:
                         made[id(parameter)] = access(parameter)
-                    _put(owner, own, made[id(parameter)])
-                given = [(made[id(parameter)], _memory(made[id(parameter)])) for parameter in stored]
+                    put(owner, own, made[id(parameter)])
+                given = [made[id(parameter)] for parameter in stored]
+                memory = [_memory(x) for x in given]
                 output = forward(*args, **kwargs)
-            _refuse_exchanged(here, given)
+            same = [_memory(x) == before for x, before in zip(given, memory, strict=True)]
+            refuse_exchanged(here, given, same)
             return output
         finally:
             for (owner, own, _), parameter in zip(here, stored, strict=True):
-                _put(owner, own, parameter)
+                put(owner, own, parameter)
 
     wrap(module, wrapper)
 
 
-def _put(owner: nn.Module, own: str, tensor: torch.Tensor | None) -> None:
+def put(owner: nn.Module, own: str, tensor: torch.Tensor | None) -> None:
     """Put a tensor in a parameter's place, past the checks of `nn.Module`; recurrent modules keep a list, too."""
     owner._parameters[own] = tensor  # type: ignore[assignment]
     if isinstance(owner, nn.RNNBase) and own in owner._flat_weights_names:
@@ -150,12 +172,13 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if type(tensor) is torch.Tensor else 0
 
 
-def _refuse_exchanged(
-    accesses: Sequence[AccessedParameter], made: Sequence[tuple[torch.Tensor, int]]
+def refuse_exchanged(
+    accesses: Sequence[AccessedParameter], made: Sequence[torch.Tensor], same: Sequence[bool]
 ) -> None:
-    """Raise StrategyError where the forward pass put another tensor in a parameter's place."""
-    for (owner, own, access), (tensor, memory) in zip(accesses, made, strict=True):
-        if owner._parameters.get(own) is not tensor or memory != _memory(tensor):
+    """Raise StrategyError where the forward pass put another tensor in a parameter's place. `same`: whether each still
+    has the memory that it had."""
+    for (owner, own, access), tensor, kept in zip(accesses, made, same, strict=True):
+        if owner._parameters.get(own) is not tensor or not kept:
             raise StrategyError(
                 f"the forward pass puts another tensor in the place of the parameter {access.plan.name!r}, and an "
                 "optimizer would update the one that was there; write its values instead: parameter.copy_(values)"

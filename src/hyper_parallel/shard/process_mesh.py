@@ -139,6 +139,17 @@ class ProcessMesh(Mapping[str, Axis]):
             tensor = collectives.all_reduce(tensor, self[axis].group, op)
         return tensor
 
+    def greatest(self, values: list[float]) -> list[float]:
+        """The greatest of each over all ranks of the mesh. A collective."""
+        with torch.no_grad():
+            mine = torch.tensor(values, dtype=torch.float64, device=collectives.device_type())
+            greatest: list[float] = self.all_reduce(mine, self.mesh.names, "max").tolist()
+            return greatest
+
+    def any(self, flags: list[bool]) -> list[bool]:
+        """Of each flag whether it is set on some rank of the mesh. A collective."""
+        return [bool(value) for value in self.greatest([float(flag) for flag in flags])]
+
     # Process groups.
 
     def process_groups(self) -> dict[str, CollectiveGroup]:

@@ -115,6 +115,10 @@ class SavedGathers:
         """The sum over the micro-batches of a gradient before it is summed over copies; None while it is kept."""
         return self._summed((key, "copies"), gradient)
 
+    def keeps(self, key: Hashable) -> bool:
+        """Whether a gradient of earlier micro-batches is kept."""
+        return key in self._gradients or (key, "copies") in self._gradients
+
     def _summed(self, key: Hashable, gradient: Tensor) -> Tensor | None:
         before = self._gradients.pop(key, None)
         # Not in place: autograd may have given one tensor to two parameters.

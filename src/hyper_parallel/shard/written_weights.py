@@ -20,20 +20,21 @@ from hyper_parallel.shard.agreed_collectives import AgreedCollectives
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.shard.weights_elsewhere import WRITTEN_UNDER_TENSOR
+from hyper_parallel.shard.written_buffers import Checksum, WrittenBuffers, checksum, refuse_differences
 from hyper_parallel.strategy import Strategy
 
-Checksum = tuple[float, float, float]
-"""Elements, their sum, and that of their squares."""
 _SAMPLED = 64
-_NOTHING: Checksum = (-1.0, 0.0, 0.0)
 
 
 class WrittenWeights:
     """Finds what a forward pass writes, stores it, and compares it between the ranks."""
 
-    def __init__(self, model: nn.Module, collectives: AgreedCollectives, *, buffers: bool) -> None:
+    def __init__(
+        self, model: nn.Module, collectives: AgreedCollectives, axes: ProcessMesh, *, buffers: bool
+    ) -> None:
         """`buffers`: compare written buffers too."""
-        self._model, self._collectives, self._compares_buffers = model, collectives, buffers
+        self._model, self._collectives, self._axes = model, collectives, axes
+        self._buffers = WrittenBuffers(model, axes) if buffers else None
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = {
             id(one.state): names[id(one.sharded)]
@@ -47,7 +48,6 @@ class WrittenWeights:
         """Identity of a gathered parameter whose `.data` was taken, and its values then."""
         self._samples: dict[int, Tensor] = {}
         """Some values of gathered parameters that are split over the tensor axis, whose `.data` tells nothing."""
-        self._buffers: dict[str, tuple[Tensor, int]] = {}
         self._written: dict[str, Checksum] = {}
         collectives.on_hold = self._note_gathered
         for group in collectives.groups:
@@ -64,10 +64,8 @@ class WrittenWeights:
         self._written.clear()
         self._versions.clear()
         self._note_gathered()
-        if self._active and self._compares_buffers:
-            self._buffers = {
-                name: (x, x._version) for name, x in self._model.named_buffers() if not x.is_inference()
-            }
+        if self._active and self._buffers is not None:
+            self._buffers.begin()
 
     def abandon(self) -> None:
         """The forward pass raised an exception."""
@@ -82,7 +80,8 @@ class WrittenWeights:
         for group in self._collectives.groups:
             if group.is_gathered:
                 self._find(group)
-        self._find_buffers()
+        if self._buffers is not None:
+            self._written |= self._buffers.found()
         self._taken.clear()
         self._samples.clear()
         self._active = False
@@ -90,23 +89,8 @@ class WrittenWeights:
 
     def compare(self) -> None:
         """Compare what ranks wrote. A collective. Raises StrategyError where it differs."""
-        names = [*self._names.values(), *sorted(self._buffers)]
-        mine = [value for name in names for value in self._written.get(name, _NOTHING)]
-        greatest = self._collectives.greatest([*mine, *(-value for value in mine)])
-        high, low = greatest[: len(mine)], [-value for value in greatest[len(mine) :]]
-        for at, name in enumerate(names):
-            here = slice(3 * at, 3 * at + 3)
-            cached = (
-                name in self._buffers and min(low[3 * at], high[3 * at]) >= 0 and low[3 * at] != high[3 * at]
-            )
-            # Tables that grow with the longest row differ in size, and are no state.
-            if high[here] != low[here] and not cached:
-                what = "buffer" if name in self._buffers else "weight"
-                raise StrategyError(
-                    f"the forward pass of {self._model_name} writes the {what} {name!r}, and not the same on every "
-                    "rank: what it writes depends on the rows that the rank has; write it outside of the forward "
-                    "pass from what all ranks know, or set axes.shard and axes.replicate to 1"
-                )
+        buffers = self._buffers.names if self._buffers is not None else []
+        refuse_differences(self._model, [*self._names.values()], buffers, self._written, self._axes)
 
     @property
     def _model_name(self) -> str:
@@ -180,23 +164,14 @@ class WrittenWeights:
             )
         with torch.no_grad():
             one.store()
-        self._written[name] = _checksum(_local(gathered))
-
-    def _find_buffers(self) -> None:
-        if not self._compares_buffers:
-            return
-        now = dict(self._model.named_buffers())
-        for name, (before, version) in self._buffers.items():
-            after = now.get(name)
-            if after is not None and (after is not before or after._version != version):
-                self._written[name] = _checksum(after)
+        self._written[name] = checksum(_local(gathered))
 
 
 def agree_on_collectives(model: nn.Module, axes: ProcessMesh, strategy: Strategy) -> None:
     """Have ranks agree on the collectives of a model whose code may branch, and keep what its forward pass writes."""
     # At this level weights are gathered for the whole step, and gradients kept whole, in any case.
     agreed = AgreedCollectives(model, axes, whole=strategy.memory.shard == "optimizer")
-    written = WrittenWeights(model, agreed, buffers=strategy.check)
+    written = WrittenWeights(model, agreed, axes, buffers=strategy.check)
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         agreed.begin_forward()
@@ -222,9 +197,3 @@ def _local(tensor: Tensor) -> Tensor:
 def _sample(tensor: Tensor) -> Tensor:
     values = _local(tensor).detach().flatten()
     return values[:: max(values.numel() // _SAMPLED, 1)].clone()
-
-
-def _checksum(tensor: Tensor) -> Checksum:
-    values = tensor.detach().double()
-    numbers = (float(values.numel()), float(values.sum()), float(values.square().sum()))
-    return tuple(-2.0 if value != value else value for value in numbers)  # type: ignore[return-value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -25,6 +26,8 @@ from hyper_parallel.offloading.autograd.rank_agreement import agreed
 from hyper_parallel.offloading.autograd.resident_memory import ResidentMemory
 from hyper_parallel.offloading.autograd.two_passes import Ready, Run, TwoPasses
 from hyper_parallel.offloading.runtime.expert_overflow import TooUneven, changed_before, wanted
+from hyper_parallel.shard.region_check import check_call
+from hyper_parallel.shard.written_buffers import WrittenBuffers
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ class Offloaded:
     def __init__(self, model: nn.Module, plans: Plans, around: Around | None = None) -> None:
         """`around`: the surroundings of a model that is spread."""
         self._around = around
+        own = around is not None and around.own
+        self._buffers = WrittenBuffers(model, around.handle.axes) if around is not None and own else None
         self._model = weakref.ref(model)
         self._own = model.__dict__.get("forward")
         """What stood in the place of the class's forward before, if anything did."""
@@ -83,7 +88,9 @@ class Offloaded:
         if self._caches:
             # Keys and values for later calls: a step of training has no use for them, and they would stay.
             kwargs.setdefault("use_cache", False)
-        ready, outputs = self._run_forward(model, args, kwargs)
+        check_call(model, args, kwargs)
+        with self._buffers.alike() if self._buffers is not None else contextlib.nullcontext():
+            ready, outputs = self._run_forward(model, args, kwargs)
         self._held.gave(outputs)
         assert ready.seen is not None
         return ready.passes.result(outputs, ready.seen)
@@ -102,7 +109,7 @@ class Offloaded:
     ) -> tuple[Ready, Sequence[Tensor]]:
         """The plan of a call, and what its forward pass gives."""
         handle = self._around.handle if self._around is not None else None
-        ready, call = agreed(handle, lambda: self._ready(model, args, kwargs))
+        ready, call = agreed(handle, lambda: self._ready(model, args, kwargs), _digest)
         while True:
             assert ready.seen is not None
             tensors = ready.seen.state | call.named
@@ -143,11 +150,11 @@ class Offloaded:
         generous, just = wanted(load)
         self._plans.load = generous
         try:
-            return agreed(self._around.handle, make)
+            return agreed(self._around.handle, make, _digest)
         # On every rank, if on any: all try once more.
         except Exception:
             self._plans.load = just
-            return agreed(self._around.handle, make)
+            return agreed(self._around.handle, make, _digest)
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, for a capture; of a spread model the first argument is what it finds around it."""
@@ -194,6 +201,10 @@ class Offloaded:
             "a model under hp.offload is not saved as a whole; save model.state_dict(), or call "
             "hyper_parallel.release(model) first"
         )
+
+
+def _digest(made: tuple[Ready, CallSignature]) -> bytes:
+    return made[0].program
 
 
 def _has_gradient(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

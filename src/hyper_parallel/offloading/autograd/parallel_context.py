@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.graph import StepGraph, rewritten
+from hyper_parallel.graph.collectives_in_place import collectives_in_place
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.offloading.runtime.expert_overflow import load_shown
@@ -25,6 +26,7 @@ from hyper_parallel.shard.activation_checkpointing import recomputed_modules
 from hyper_parallel.shard.dropout import Draw
 from hyper_parallel.shard.loss.root import Request, root_of
 from hyper_parallel.shard.packed_documents import known_positions, positions_known
+from hyper_parallel.shard.rules import is_own
 from hyper_parallel.shard.saved_gathers import SavedGathers, SavedItem, SavedKind
 
 
@@ -40,6 +42,8 @@ class Around:
 
     def __init__(self, handle: ShardedModel) -> None:
         self.handle = handle
+        self.own = is_own(handle.model)
+        """Its code is the user's, so that weights are gathered when it is called."""
         self._root = root_of(handle.model)
         self._given: Mapping[SavedItem, Tensor] = {}
         self._kept: SavedGathers | None = None
@@ -121,6 +125,8 @@ class Around:
         """The captured passes as the strategy wants them: layers computed again (those named, or those of
         `memory.recompute`), and weights gathered again."""
         strategy = self.handle.strategy
+        if self.own:
+            step = collectives_in_place(step)
         again = recomputed_modules(self.handle.model, strategy) or again
         return rewritten(step, passes(strategy, ordered=False, recompute=again))
 

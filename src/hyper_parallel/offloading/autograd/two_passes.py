@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from hyper_parallel.graph.suspension import HostPoint
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.autograd.capture_passes import Passes
 from hyper_parallel.offloading.autograd.parallel_context import Around
+from hyper_parallel.offloading.autograd.rank_agreement import program_digest
 from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.tensor_digest import fingerprint
 from hyper_parallel.offloading.runtime.expert_overflow import TooUneven
@@ -45,6 +47,11 @@ class Ready:
     (`capture_passes.exact`)."""
     seen: Snapshot | None = None
     """Python state under which the passes are known to hold."""
+
+    @functools.cached_property
+    def program(self) -> bytes:
+        """What is the same on every rank (`program_digest`)."""
+        return program_digest(self.passes.step)
 
 
 class Run:

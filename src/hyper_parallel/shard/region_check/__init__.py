@@ -13,8 +13,9 @@ What fails is refused with the module, the tensor, the error, and rules that wer
 
 from hyper_parallel.shard.region_check.check import (
     check_before_training,
+    check_call,
     check_on_first_call,
     refusal_before_training,
 )
 
-__all__ = ["check_before_training", "check_on_first_call", "refusal_before_training"]
+__all__ = ["check_before_training", "check_call", "check_on_first_call", "refusal_before_training"]

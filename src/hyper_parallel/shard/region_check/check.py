@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ from hyper_parallel.strategy import Strategy, recomputes
 
 log = logging.getLogger(__name__)
 
+_BEFORE_CALL = "_hyper_parallel_before_call"
+"""The attribute of a model that holds what its first call checks."""
 _CHECKED = "_hyper_parallel_checked"
 """The attribute of a model that holds the strategy which was checked on it."""
 SKIP = "strategy.check: false trains without the check"
@@ -109,7 +111,7 @@ def check_on_first_call(
     StrategyError in that call, on every rank, before anything was updated.
     """
 
-    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def before(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ready = torch.is_grad_enabled() and model.training and not any(is_fake(leaf) for leaf in given)
         if ready and needed(model, strategy):
@@ -123,9 +125,20 @@ def check_on_first_call(
             _decided(original, strategy, plan, [call], spread, together)
             _copy_modes(model, original)
             also(original, call)
+
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        before(args, kwargs)
         return forward(*args, **kwargs)
 
+    model.__dict__[_BEFORE_CALL] = before
     wrap(model, wrapper)
+
+
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """What the first call of a parallelized model checks, for one that is captured instead. Raises StrategyError."""
+    before = model.__dict__.get(_BEFORE_CALL)
+    if before is not None:
+        before(args, kwargs)
 
 
 def _copy_modes(model: nn.Module, original: nn.Module) -> None:
