@@ -217,11 +217,11 @@ def path_of(name: str) -> Path:
 
 
 def write(name: str, result: Mapping[str, Any]) -> Path:
-    """Keep a result with the date and the machine."""
+    """Keep a result with the date and the machine; paths in messages become those of the repository."""
     path = path_of(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     stamped = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), **result}
-    path.write_text(json.dumps(stamped, indent=1) + "\n")
+    path.write_text(json.dumps(stamped, indent=1).replace(f"{ROOT}/", "") + "\n")
     return path
 
 
