@@ -49,15 +49,17 @@ def test_the_model_is_as_it_was_where_a_pass_cannot_begin(monkeypatch: pytest.Mo
     assert model.config._experts_implementation == "eager"
 
 
-def test_an_answer_is_drawn_by_its_place() -> None:
-    """With more answers to each prompt, and alone."""
+def test_an_answer_is_drawn_by_its_prompt_and_number() -> None:
+    """With more answers to each prompt, in other company, and alone."""
     generator = Generator(small("llama"), temperature=1.0, max_tokens=8)
     given = prompts(generator.model)[:3]
     two, three = generator(given, n=2), generator(given, n=3)
     assert [one.tokens for one in two[::2]] == [one.tokens for one in three[::3]]
     assert [one.tokens for one in two[1::2]] == [one.tokens for one in three[1::3]]
-    request = generator.request(given[1], generator.settings, row=1)
+    request = generator.request(given[1], generator.settings)
     assert dict(generator.run([request]))[0].tokens == two[2].tokens
+    assert generator([given[2], given[1]])[1].tokens == two[2].tokens
+    assert generator([given[1]], seed=1)[0].tokens != two[2].tokens
 
 
 def test_a_model_that_gives_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:

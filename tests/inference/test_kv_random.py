@@ -20,14 +20,12 @@ def mixed(draws: random.Random, generator: Generator) -> list[Request]:
     """Requests of which some have a common beginning."""
     beginnings = [[draws.randrange(100) for _ in range(draws.choice((0, 20, 50)))] for _ in range(3)]
     requests = []
-    for row in range(draws.randint(3, 6)):
+    for _ in range(draws.randint(3, 6)):
         ids = draws.choice(beginnings) + [draws.randrange(100) for _ in range(draws.randint(1, 60))]
         settings = generator.settings.model_copy(
             update={"max_tokens": draws.choice((1, 5, 25)), "temperature": draws.choice((0.0, 1.0))}
         )
-        requests += [
-            generator.request(ids, settings, row, sample) for sample in range(draws.choice((1, 1, 3)))
-        ]
+        requests += [generator.request(ids, settings, sample) for sample in range(draws.choice((1, 1, 3)))]
     return requests
 
 

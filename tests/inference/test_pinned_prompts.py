@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness import run_ranks
 from harness.observer import Observer
@@ -51,6 +52,27 @@ def test_pinned_pages_are_found_again_whatever_ran_in_between(pages: int | None)
     assert generator.cache_report.pinned == 0
     assert bits(generator(QUESTIONS)) == expected[:2]
     assert generator.shared == 64, "each run has a cache of its own again"
+
+
+def test_pinned_pages_of_another_hook_or_forward_are_computed_again() -> None:
+    """Neither of them changes a weight or an attribute of a module."""
+    model: Any = copy.deepcopy(small("llama", intermediate_size=64))
+    added = {"vector": torch.zeros(model.config.hidden_size)}
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda module, inputs, output: output + added["vector"])
+    generator = Generator(model, **SETTINGS)
+    with generator.pinned([SYSTEM]):
+        before = bits(generator(QUESTIONS))
+        assert bits(generator(QUESTIONS)) == before and generator.shared == 128
+        added["vector"] = torch.linspace(-1, 1, model.config.hidden_size)
+        assert bits(generator(QUESTIONS)) == bits(Generator(model, **SETTINGS)(QUESTIONS)) != before
+        added["vector"].mul_(-1)
+        assert bits(generator(QUESTIONS)) == bits(Generator(model, **SETTINGS)(QUESTIONS))
+        own = layer.mlp.forward
+        layer.mlp.forward = lambda x: own(x) + x
+        assert bits(generator(QUESTIONS)) == bits(Generator(model, **SETTINGS)(QUESTIONS))
+        generator(QUESTIONS)
+        assert generator.shared == 128
 
 
 def test_pinned_pages_of_other_weights_are_computed_again() -> None:

@@ -20,9 +20,17 @@ if TYPE_CHECKING:
 @click.command(short_help="Generate text with a trained model.")
 @click.argument("model", type=click.Path())
 @click.argument("overrides", nargs=-1)
-@click.option("--prompt", metavar="TEXT", help="Continue this text as it is, and print the continuation.")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="Continue this text as it is, and print the continuation.",
+)
 @click.option(
     "--chat",
+    "chats",
+    multiple=True,
     metavar="TEXT",
     help="Answer this message of a user, through the model's chat template, and print the answer.",
 )
@@ -38,8 +46,8 @@ if TYPE_CHECKING:
 def generate(
     model: str,
     overrides: tuple[str, ...],
-    prompt: str | None,
-    chat: str | None,
+    prompts: tuple[str, ...],
+    chats: tuple[str, ...],
     source: Path | None,
     out: Path | None,
     file: Path | None,
@@ -72,8 +80,12 @@ def generate(
       2    an error in the input, reported in one line
       130  interrupted; finished answers are kept
     """
-    if sum(given is not None for given in (prompt, chat, source)) != 1:
-        raise click.UsageError("give --prompt, --chat or --input, one of them")
+    if len(prompts) + len(chats) + (source is not None) != 1:
+        raise click.UsageError(
+            "give --prompt, --chat or --input, one of them and once; several prompts, and conversations of several "
+            'messages, are lines of an --input file: {"messages": [{"role": "user", "content": "..."}, ...]}'
+        )
+    prompt, chat = next(iter(prompts), None), next(iter(chats), None)
     if source is not None and out is None:
         raise click.UsageError("--input needs --out, the file for the answers")
     if out is not None and source is None:

@@ -26,7 +26,8 @@ class Drawing(Section):
     """Divide positive logits of tokens that were in the prompt or answer by this, and multiply negative ones (CTRL,
     Keskar et al. 2019)."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """An answer ends before any of these strings. It also ends at the model's end-of-text tokens."""
+    """An answer ends before any of these strings, in which names of special tokens stand for these tokens. It also ends
+    at the tokens of the model's generation config."""
     logprobs: bool | Literal["drawn"] = False
     """Return the log-probability of each token: under the model (`true`), or at the temperature at which it was drawn
     (`drawn`)."""
@@ -53,7 +54,7 @@ class Inference(Drawing):
     n: int = Field(default=1, ge=1, strict=True)
     """Answers to each prompt."""
     seed: int = Field(default=0, ge=0, strict=True)
-    """Random numbers are a function of (seed, row of the input, answer, token)."""
+    """Random numbers are a function of (seed, prompt, answer, token)."""
     batch: int = Field(default=64, ge=1, strict=True)
     """Requests that generate at once, at most."""
     page: int = Field(default=32, ge=1, le=4096, multiple_of=16, strict=True)
@@ -63,6 +64,9 @@ class Inference(Drawing):
     kv_dtype: Literal["int8"] | None = None
     """Of the keys and values in the cache's pages: `int8`, each token and head with scales, or by default the dtype of
     the model."""
+    special_tokens_in_text: bool = True
+    """Names of special tokens in a text prompt are these tokens, as in the tokenizer's own call. `false` reads them as
+    ordinary text, for prompts of people who are not trusted."""
     prefix_cache: bool = True
     """Prompts with a common beginning share its pages, whole pages of it."""
     pages: int | None = Field(default=None, ge=1, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,9 @@ class TaskConfig(Section):
     prompts: PathText | None = None
     """A JSONL file: each row has `prompt`, a text or the messages of a conversation, and what the reward needs, such as
     `answer`."""
+    overlong: Literal["error", "drop", "truncate_left"] = "error"
+    """Of a row whose prompt leaves the model no positions for `rl.max_tokens`: refuse the file before the first step,
+    leave the row out, or leave out the prompt's first tokens."""
     held_out: PathText | None = None
     """The same, for evaluation."""
     reward: str = "exact_match"

@@ -73,8 +73,16 @@ def render(owner: Any, chat: Chat) -> Rendered:
 
 
 def prompt(owner: Any, chat: Chat) -> str:
-    """A conversation rendered up to the generation prompt."""
-    return _text(owner, chat, chat.messages, add_generation_prompt=True)
+    """A conversation rendered up to its answer: to the generation prompt, or, where the assistant has begun to answer,
+    to the end of that message. Raises DataError for options that the template does not read."""
+    tokenizer: Any = getattr(owner, "tokenizer", owner)
+    if chat.options:
+        template = _guarded(chat, lambda: tokenizer.get_chat_template(tools=chat.options.get("tools")))
+        _check_options(owner, chat, template)
+    begun = bool(chat.messages) and chat.messages[-1].get("role") == "assistant"
+    return _text(
+        owner, chat, chat.messages, **{"continue_final_message" if begun else "add_generation_prompt": True}
+    )
 
 
 def conversation(owner: Any, chat: Chat) -> str:
@@ -280,8 +288,8 @@ def _template(owner: Any, chat: Chat) -> str:
     return str(template["default"] if isinstance(template, dict) else template)
 
 
-def _text(owner: Any, chat: Chat, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-    options = {**chat.options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+def _text(owner: Any, chat: Chat, messages: Sequence[Message], **ends: bool) -> str:
+    options = {**chat.options, "tokenize": False, "add_generation_prompt": False, **ends}
     return str(_guarded(chat, lambda: owner.apply_chat_template(list(messages), **options)))
 
 

@@ -117,7 +117,9 @@ def from_record(record: Any, where: str, folder: Path | None = None) -> Document
     media = MediaReader.of(given, where, folder or Path())
     if "messages" in given:
         messages = _messages(given["messages"], where, media)
-        return Chat(where, messages, media.all_taken(), _options(given, where), _silent(messages, where))
+        return Chat(
+            where, messages, media.all_taken(), template_options(given, where), _silent(messages, where)
+        )
     if "prompt" in given or "response" in given:
         for key, other in (("prompt", "response"), ("response", "prompt")):
             if key not in given:
@@ -213,8 +215,9 @@ def _messages(value: Any, where: str, media: MediaReader) -> list[dict[str, Any]
     return messages
 
 
-def _options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What the chat template gets of a record beside its messages."""
+def template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What the chat template gets of a record beside its messages: `tools`, `documents` and the record's
+    `chat_template_kwargs`. Raises DataError for one that is of another kind."""
     if record.get("functions"):
         raise DataError(
             f"{where}: 'functions' are not read; write them as 'tools', a list of "

@@ -14,10 +14,8 @@ from typing import Any
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, Tokenizer, TrainingData
-from hyper_parallel.errors import ConfigError
+from hyper_parallel.data.generation_settings import GENERATION, generation_settings, ids_of
 from hyper_parallel.hub.model_files import PROCESSOR_FILES, TOKENIZER_FILES
-
-GENERATION = "generation_config.json"
 
 
 def assets_of(config: RunConfig, text: TrainingData, generation: dict[str, Any] | None) -> dict[str, bytes]:
@@ -47,20 +45,17 @@ def generation_config(config: RunConfig, hf: Any, text: TrainingData) -> dict[st
 
     Raises ConfigError for a file that cannot be read.
     """
-    from transformers import GenerationConfig, PretrainedConfig
+    from transformers import PretrainedConfig
 
     if not isinstance(hf, PretrainedConfig):
         return None
-    source = config.model.folder
-    found = None if source is None else _read(Path(source).expanduser() / GENERATION)
-    if found is None:
-        found = json.loads(GenerationConfig.from_model_config(hf).to_json_string())
+    found = json.loads(generation_settings(config.model.folder, hf).to_json_string())
     # If it is set, Transformers derives the rest from config.json again, with other stop tokens.
     found.pop("_from_model_config", None)
     if config.data.tokenizer.replace:  # the ids in the folder are those of the tokenizer that was replaced
         found = {key: value for key, value in found.items() if not key.endswith("_token_id")}
         found["bos_token_id"] = text.tokenizer.transformers.bos_token_id
-    own = _ids(found.get("eos_token_id"))
+    own = ids_of(found.get("eos_token_id"))
     ends = list(dict.fromkeys((*own, *text.stops)))
     found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     if found.get("pad_token_id") is None:
@@ -70,30 +65,7 @@ def generation_config(config: RunConfig, hf: Any, text: TrainingData) -> dict[st
 
 def ends_of(generation: dict[str, Any] | None, text: TrainingData) -> frozenset[int]:
     """The ids at which the model's text ends."""
-    return frozenset(text.stops) if generation is None else frozenset(_ids(generation["eos_token_id"]))
-
-
-def _ids(given: Any) -> list[int]:
-    return [] if given is None else [int(given)] if isinstance(given, int) else [int(one) for one in given]
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path: {path} cannot be read: {' '.join(str(error).split())[:200]}"
-        ) from error
-    ends = found.get("eos_token_id") if isinstance(found, dict) else "none"
-    if not isinstance(found, dict) or any(
-        not isinstance(one, int) for one in (ends if isinstance(ends, list) else [])
-    ):
-        raise ConfigError(
-            f"model.path: {path} is no generation config; put back the one that belongs to the weights"
-        )
-    return found
+    return frozenset(text.stops) if generation is None else frozenset(ids_of(generation["eos_token_id"]))
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:

@@ -119,9 +119,13 @@ class Tokenizer:
         """The ids that the tokenizer itself puts before a text."""
         return self._added[0]
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of the tokenizer's own call on a text: what it adds before and behind included."""
-        return self.encode_texts([text])[0]
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The ids of the tokenizer's own call on a text: what it adds before and behind included. `special_tokens`:
+        whether names of special tokens in it are these tokens."""
+        if special_tokens:
+            return self.encode_texts([text])[0]
+        before, behind = self._added
+        return [*before, *self.encode_raw([text])[0], *behind]
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """As `encode`, of each text; long ones in windows where that gives the same ids."""
@@ -154,9 +158,9 @@ class Tokenizer:
                 encodings.append(Encoding(ids, ranges, added.index(0), added[::-1].index(0)))
         return encodings
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens left out."""
-        return str(self.transformers.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of some ids; special tokens are left out, or have their names (`special`)."""
+        return str(self.transformers.decode(list(ids), skip_special_tokens=not special))
 
     def encode_raw(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text without what the tokenizer adds, the names of special tokens as ordinary text."""

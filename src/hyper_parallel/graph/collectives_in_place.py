@@ -14,6 +14,7 @@ from hyper_parallel.graph.dependencies import dependencies, later, reorder
 from hyper_parallel.graph.ir import StepGraph, values_of
 from hyper_parallel.graph.liveness import of_weights
 from hyper_parallel.graph.memory_effects import draws_random, writes
+from hyper_parallel.graph.regions import region_of
 
 
 def collectives_in_place(step: StepGraph) -> StepGraph:
@@ -41,14 +42,18 @@ def _gathers(step: StepGraph) -> list[fx.Node]:
 
 
 def _reduced_at_once(step: StepGraph, nodes: list[fx.Node]) -> StepGraph:
-    """What becomes of gradients at the root and is used for nothing else, each as early as it can be."""
-    found: set[fx.Node] = set()
-    for node in reversed(nodes):
-        if (
-            _pure(node)
-            and node.meta["module"] == ""
-            and all(user in found or user.op == "output" for user in node.users)
-        ):
+    """What reduces gradients in the backward pass of the root, as early as it can be."""
+    root = [
+        node
+        for node in nodes
+        if node.meta["module"] == "" and region_of(node).phase == "backward" and _pure(node)
+    ]
+    found = {node for node in root if is_collective(node)}
+    for node in reversed(root):
+        if any(user in found for user in node.users):
+            found.add(node)
+    for node in root:
+        if any(source in found for source in node.all_input_nodes):
             found.add(node)
     free = [node for node in nodes if is_collective(node)]
     needs = dependencies(step, free)

@@ -39,6 +39,7 @@ class Batch:
             **settings.sampling().model_dump(),
             "seed": settings.seed,
             "page": settings.page,
+            **({} if settings.special_tokens_in_text else {"special_tokens_in_text": False}),
             "model": identity(located(model)),
         }
         if settings.kv_dtype is not None:  # otherwise as in files of versions that had no such key
@@ -61,8 +62,10 @@ class Batch:
         for row, sample in self._missing:
             try:
                 if row not in ids:
-                    ids[row] = generator.ids_of(self._rows[row].prompt)
-                found.append(generator.request(ids[row], self._settings, row, sample))
+                    ids[row] = generator.ids_of(
+                        self._rows[row].prompt, self._rows[row].options, settings=self._settings
+                    )
+                found.append(generator.request(ids[row], self._settings, sample))
             except HyperParallelError as error:
                 raise DataError(f"line {self._rows[row].line} of the prompts: {error}") from None
         return found

@@ -1,7 +1,8 @@
 """Token choice: greedy, or drawn after the repetition penalty, temperature, top-k and top-p.
 
 The steps and their order are Transformers' logits processors. Draws are in float64 on the host, from numbers that are a
-function of (seed, row, sample, token), so that a request's tokens do not depend on what runs beside it.
+function of (seed, row, sample, token), where `row` stands for the prompt, so that a request's tokens do not depend on
+what runs beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def choose(logits_V: Tensor, sampling: Sampling, seen: Sequence[int], draw: floa
         logits_V = penalized(logits_V, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    scores = filtered(logits_V.double() / sampling.temperature, sampling)
+    scores = filtered(_heated(logits_V, sampling.temperature), sampling)
     shares = scores.softmax(-1).cumsum(-1)
     place = int(torch.searchsorted(shares, draw * float(shares[-1]), right=True))
     # A token without probability is never taken, also where the sum falls short by a rounding.
@@ -31,7 +32,7 @@ def choose(logits_V: Tensor, sampling: Sampling, seen: Sequence[int], draw: floa
 def choose_plainly(logits_NV: Tensor, temperatures_N: Tensor, draws_N: Tensor) -> list[int]:
     """What `choose` chooses for each row, without filters and penalty: float32 logits, float64 temperatures above 0 and
     draws, on the host."""
-    scores_NV = logits_NV.double() / temperatures_N[:, None]
+    scores_NV = _heated(logits_NV, temperatures_N[:, None])
     shares_NV = scores_NV.softmax(-1).cumsum(-1)
     wanted_N1 = draws_N[:, None] * shares_NV[:, -1:]
     places_N = torch.searchsorted(shares_NV, wanted_N1, right=True)[:, 0]
@@ -43,6 +44,13 @@ def choose_plainly(logits_NV: Tensor, temperatures_N: Tensor, draws_N: Tensor) -
         last_N = logits_NV.size(-1) - 1 - possible_NV.flip(-1).int().argmax(-1)
     found: list[int] = torch.minimum(places_N, last_N).tolist()
     return found
+
+
+def _heated(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Logits divided by a temperature above 0, less the largest one first: the quotient by a tiny temperature, of which
+    Python's floats have some below 1e-300, is infinite."""
+    logits = logits.double()
+    return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
 def penalized(logits_V: Tensor, seen: Sequence[int], penalty: float) -> Tensor:

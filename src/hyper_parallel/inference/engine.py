@@ -18,6 +18,7 @@ from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference import padded_experts, paged_attention
+from hyper_parallel.inference.answer_text import TextOf, before_stop, no_text
 from hyper_parallel.inference.blocked_products import blocked_products
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
@@ -46,8 +47,6 @@ from hyper_parallel.shard.sharded_model import is_sharded
 
 Fit = Callable[["Engine", Sequence[Request], Inference], Inference]
 """Settings that fit into memory, for some requests."""
-TextOf = Callable[[list[int]], str]
-"""The text of an answer's tokens."""
 Advance = Callable[[list[tuple[Running, Segment]]], object]
 
 
@@ -84,7 +83,7 @@ class Engine:
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
 
     def run(
-        self, requests: Sequence[Request], settings: Inference, text_of: Callable[[list[int]], str]
+        self, requests: Sequence[Request], settings: Inference, text_of: TextOf
     ) -> Iterator[tuple[int, Completion]]:
         """Each request's place and completion, as it ends. Between them the model is as it was.
 
@@ -146,7 +145,7 @@ class Engine:
         """A cache of zeros, and a function that runs passes of made-up requests with it."""
         cache = self.cache.zeros(sizes)
         with self._generating(cache):
-            yield cache, lambda chosen: self._advance(chosen, cache, lambda _: "")
+            yield cache, lambda chosen: self._advance(chosen, cache, no_text)
 
     @contextmanager
     def _generating(self, cache: PagedCache) -> Iterator[None]:
@@ -202,7 +201,7 @@ class Engine:
         self,
         chosen: list[tuple[Running, Segment]],
         cache: PagedCache,
-        text_of: Callable[[list[int]], str],
+        text_of: TextOf,
         scheduler: Scheduler | None = None,
     ) -> list[Running]:
         """One pass; the requests that end with it."""
@@ -243,9 +242,7 @@ class Engine:
         )
         return [one for one, _ in ready], logits
 
-    def _took(
-        self, one: Running, token: int, logprob: float | None, text_of: Callable[[list[int]], str]
-    ) -> bool:
+    def _took(self, one: Running, token: int, logprob: float | None, text_of: TextOf) -> bool:
         """Add a token to an answer; whether the answer ends with it."""
         answer, sampling = one.answer, one.request.sampling
         self.taken(one, token, logprob)
@@ -257,15 +254,9 @@ class Engine:
         answer.tokens.append(token)
         if logprob is not None:
             answer.logprobs = [*(answer.logprobs or ()), logprob]
-        if sampling.stop:
-            # A character has at most 4 bytes, and a token at least one.
-            longest = max(map(len, sampling.stop))
-            if any(stop in text_of(answer.tokens[-4 * longest - 8 :]) for stop in sampling.stop):
-                text = text_of(answer.tokens)
-                found = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
-                if found:
-                    answer.text, answer.finish = text[: min(found)], "stop"
-                    return True
+        if sampling.stop and (text := before_stop(answer.tokens, sampling.stop, text_of)) is not None:
+            answer.text, answer.finish = text, "stop"
+            return True
         if len(answer.tokens) == sampling.max_tokens:
             answer.text = text_of(answer.tokens)
             return True

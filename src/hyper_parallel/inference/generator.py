@@ -13,8 +13,7 @@ from torch import nn
 from hyper_parallel.config.generate import budget_of, check_strategy, generation_memory, inference_settings
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.data.chat import prompt as render
-from hyper_parallel.data.document import Chat
+from hyper_parallel.data.generation_settings import stop_tokens
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.hub import Wanted, fetched_folder, parse, pinned
 from hyper_parallel.inference.agreement import Agreement
@@ -25,9 +24,9 @@ from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.load_model import load, load_within
 from hyper_parallel.inference.model_support import check_length, check_model, longest_text, prove
 from hyper_parallel.inference.pinned_prompts import pinned_prompts
-from hyper_parallel.inference.prompt_file import is_text
+from hyper_parallel.inference.prompt_ids import NO_TOKENS, prompt_ids
 from hyper_parallel.inference.ragged_pass import BLOCK
-from hyper_parallel.inference.request import Completion, Request
+from hyper_parallel.inference.request import Completion, Request, row_of
 from hyper_parallel.inference.weights.source import ModelSource
 from hyper_parallel.inference.workers.context_engine import ContextEngine
 from hyper_parallel.inference.workers.context_group import context_group, without_context
@@ -105,7 +104,8 @@ class Generator:
                 agreement=agreement,
             )
         context = context_group(sharded(self.model), size, self.settings.page) if size > 1 else None
-        layers, eos = int(self._config.num_hidden_layers), _ends(self.model, self.tokenizer)
+        own: Any = getattr(self.model, "generation_config", None) or self.model.config
+        layers, eos = int(self._config.num_hidden_layers), stop_tokens(own, self.tokenizer)
         int8 = self.settings.kv_dtype == "int8"
         self._engine = (
             Engine(self.model, self.settings.page, layers=layers, eos=eos, int8=int8)
@@ -162,13 +162,8 @@ class Generator:
             raise DataError("prompts are a list, also of one: generator([prompt])")
         chosen = inference_settings({**self.settings.model_dump(), **settings})
         self._check_pages(chosen)
-        ids = [self.ids_of(one) for one in prompts]
-        requests = [
-            self.request(one, chosen, row, sample)
-            for row, one in enumerate(ids)
-            for sample in range(chosen.n)
-        ]
-        return requests, chosen
+        ids = [self.ids_of(one, settings=chosen) for one in prompts]
+        return [self.request(one, chosen, sample) for one in ids for sample in range(chosen.n)], chosen
 
     def pinned(self, prompts: Sequence[Prompt]) -> AbstractContextManager[None]:
         """A context in which the pages that these beginnings of prompts fill stay on the device, from run to run and
@@ -234,8 +229,8 @@ class Generator:
                 f"kv_dtype: this Generator's pages hold {own.kv_dtype or 'the dtype of the model'}; make another one"
             )
 
-    def request(self, ids: Sequence[int], settings: Inference, row: int = 0, sample: int = 0) -> Request:
-        """A request. `row`, the prompt's place in the input, and `sample` decide its random numbers.
+    def request(self, ids: Sequence[int], settings: Inference, sample: int = 0) -> Request:
+        """A request for answer number `sample` to a prompt.
 
         Raises UnsupportedModelError for one that is longer than the model reads, DataError for a token that it does not
         have.
@@ -248,26 +243,26 @@ class Generator:
                 f"the prompt has token {max(ids) if min(ids) >= 0 else min(ids)}, and the model's vocabulary has "
                 f"{self._config.vocab_size}"
             )
-        return Request(ids=tuple(ids), sampling=sampling, seed=settings.seed, row=row, sample=sample)
+        return Request(ids=tuple(ids), sampling=sampling, seed=settings.seed, row=row_of(ids), sample=sample)
 
-    def ids_of(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises DataError for an empty one, or one that needs a tokenizer and has none."""
-        if not prompt:
-            raise DataError("the prompt is empty; generation needs at least one token to go on from")
-        if not isinstance(prompt, str) and isinstance(prompt[0], int):
+    def ids_of(
+        self, prompt: Prompt, options: Mapping[str, Any] | None = None, *, settings: Inference | None = None
+    ) -> list[int]:
+        """Token ids of a prompt. `options`: what the chat template gets beside messages. Raises DataError for a prompt
+        without tokens, or one that needs a tokenizer and has none."""
+        if not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int)):
+            if not prompt:
+                raise DataError(NO_TOKENS)
             return [int(token) for token in prompt]  # type: ignore[arg-type]
         if self.tokenizer is None:
             raise DataError("there is no tokenizer; give token ids, or a folder with tokenizer.json")
-        if isinstance(prompt, str):
-            if not is_text(prompt):
-                raise DataError("the prompt is no text: it has half of a character (a lone surrogate)")
-            return self.tokenizer.encode(prompt)
-        question = render(self.tokenizer.transformers, Chat("messages", list(prompt)))  # type: ignore[arg-type]
-        return self.tokenizer.encode_template([question])[0][0]
+        special = (settings or self.settings).special_tokens_in_text
+        return prompt_ids(self.tokenizer, prompt, options, special_tokens=special)  # type: ignore[arg-type]
 
-    def text_of(self, ids: list[int]) -> str:
-        """The text of an answer's tokens; empty without a tokenizer."""
-        return self.tokenizer.decode(ids) if self.tokenizer is not None else ""
+    def text_of(self, ids: list[int], special: bool = False) -> str:
+        """The text of an answer's tokens, special ones left out or (`special`) by their names; empty without a
+        tokenizer."""
+        return self.tokenizer.decode(ids, special) if self.tokenizer is not None else ""
 
 
 def _budget(
@@ -298,11 +293,3 @@ def _checked(strategy: Strategy | None) -> Strategy | None:
         except ValueError as error:
             raise ConfigError(f"strategy: {error}") from None
     return strategy
-
-
-def _ends(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end an answer: those of the generation config, which Transformers makes from the config where
-    there is none, and the tokenizer's own."""
-    own = getattr(getattr(model, "generation_config", model.config), "eos_token_id", None)
-    ids = own if isinstance(own, list | tuple) else [] if own is None else [own]
-    return frozenset(map(int, [*ids, *([tokenizer.eos] if tokenizer is not None else [])]))

@@ -15,6 +15,7 @@ from hyper_parallel.checkpoint.find import find
 from hyper_parallel.compat import backend
 from hyper_parallel.config.model import ModelConfig, read_config
 from hyper_parallel.data import Tokenizer
+from hyper_parallel.data.generation_settings import generation_settings
 from hyper_parallel.data.tokenizer import load as load_tokenizer
 from hyper_parallel.errors import CheckpointError, ConfigError
 from hyper_parallel.hub.hub_id import reading
@@ -84,10 +85,7 @@ def _opened(folder: Path) -> tuple[nn.Module, WeightSource]:
         dtype = hf.dtype or files.dtype() or torch.float32
     model: Any = causal_model(hf, dtype, folder=str(folder))
     model.tie_weights()
-    if (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    model.generation_config = generation_settings(folder, hf)
     try:
         return model.eval(), FolderSource(model, folder)
     except CheckpointError as error:

@@ -12,11 +12,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from hyper_parallel.data.document import template_options
 from hyper_parallel.errors import DataError, FaultError, nearest
+from hyper_parallel.inference.prompt_ids import is_text
 from hyper_parallel.inference.request import Completion
 from hyper_parallel.untrusted import open_regular, parse_json
 
@@ -32,10 +34,18 @@ class Row:
     line: int
     content: dict[str, Any]
 
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the chat template gets beside messages."""
+
     @property
     def prompt(self) -> Any:
         """Text, or messages."""
         return self.content["prompt"] if "prompt" in self.content else self.content["messages"]
+
+    @property
+    def query(self) -> Any:
+        """All of it that decides the prompt's tokens."""
+        return [self.prompt, self.options] if self.options else self.prompt
 
 
 def read_prompts(path: Path) -> list[Row]:
@@ -67,15 +77,6 @@ def prompt_of(prompt: str | None, chat: str | None) -> str | list[dict[str, str]
     return [{"role": "user", "content": chat}]
 
 
-def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8, which lone surrogates cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _row(where: str, number: int, line: bytes) -> Row:
     if len(line) > _LONGEST:
         raise DataError(f"{where}: longer than {_LONGEST} bytes")
@@ -101,7 +102,7 @@ def _row(where: str, number: int, line: bytes) -> Row:
         raise DataError(f"{where}: prompt must be text; got {type(content['prompt']).__name__}")
     if given == ["messages"]:
         _check_messages(where, content["messages"])
-    return Row(number, content)
+    return Row(number, content, template_options(content, where) if given == ["messages"] else {})
 
 
 def _check_messages(where: str, messages: Any) -> None:
@@ -119,7 +120,7 @@ class AnswerFile:
     def __init__(self, path: Path, rows: Sequence[Row], n: int, settings: Mapping[str, Any]) -> None:
         """Read what an earlier run wrote. Raises DataError for answers to other prompts or with other settings."""
         self.path, self._rows, self._n = path, rows, n
-        self._digests = [_digest(row.prompt, settings) for row in rows]
+        self._digests = [_digest(row.query, settings) for row in rows]
         self._lines: dict[tuple[int, int], str] = {}
         if path.exists():
             self._read()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +17,8 @@ Finish = Literal["stop", "length"]
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt, as token ids, with how its answer is drawn: token i is a function of (seed, row, sample, i). `row`
-    numbers the prompts, `sample` the answers to one."""
+    stands for the prompt: a digest of its ids (`row_of`), or a number that the caller gives it; `sample` numbers the
+    answers to one."""
 
     ids: tuple[int, ...]
     sampling: Sampling
@@ -27,6 +31,11 @@ class Request:
     def pages(self, page: int) -> int:
         """Pages of its prompt and its longest answer but the last token, which is not read."""
         return -(-(len(self.ids) - self.answered + self.sampling.max_tokens - 1) // page)
+
+
+def row_of(ids: Sequence[int]) -> int:
+    """A prompt's `row` where its answers are to be a function of the prompt, wherever it stands among others."""
+    return int.from_bytes(hashlib.blake2b(array("q", ids).tobytes(), digest_size=7).digest())
 
 
 @dataclass(kw_only=True)

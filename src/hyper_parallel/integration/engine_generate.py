@@ -22,6 +22,7 @@ from transformers import GenerationConfig
 
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.inference.answer_text import no_text
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.model_support import check_length
 from hyper_parallel.inference.offered_engine import offered_engine
@@ -173,7 +174,7 @@ class EngineGenerate:
             return decided
 
         engine.decide, engine.eos = remembered, wanted.eos
-        found = dict(engine.run(requests, Inference(), lambda _: ""))
+        found = dict(engine.run(requests, Inference(), no_text))
         return [
             [*found[place].tokens, *([last[place]] if found[place].finish == "stop" else [])]
             for place in range(len(requests))

@@ -62,6 +62,8 @@ class Prompted:
     """Of the run's prompts, counted without end: token i is drawn by a function of (seed, row, place, i)."""
     prompt: str | Sequence[Mapping[str, Any]]
     """Text, or the messages of a conversation."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets beside the messages."""
     before: Sample | None = None
     """The answer until now, which goes on behind `appended`: what the environment says and the policy reads."""
     appended: Appended = ""

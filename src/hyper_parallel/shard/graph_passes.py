@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hyper_parallel.graph import Pass, Rewrite, StepGraph, layers, regather, selective
-from hyper_parallel.shard.rules import matching
+from hyper_parallel.graph.collectives_in_place import collectives_in_place
+from hyper_parallel.shard.rules import is_own, matching
+from hyper_parallel.shard.sharded_model import ShardedModel
 from hyper_parallel.strategy import Memory, Strategy
+
+
+def in_place(step: StepGraph, handle: ShardedModel) -> StepGraph:
+    """A captured step whose weights are gathered where they are used, also of a model that gathers all at its root."""
+    return collectives_in_place(step) if handle.mesh.world > 1 and is_own(handle.model) else step
 
 
 def regather_pass(strategy: Strategy) -> Pass | None:

@@ -19,6 +19,7 @@ from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.module_state import module_state
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.graph.subgraph import subgraph
+from hyper_parallel.shard.graph_passes import in_place
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
@@ -115,7 +116,7 @@ def _captured(
                 found.balanced = context.even_load is not None and bool(recipe.handle.plan.experts)
         finally:
             body.forget()
-    return found
+    return in_place(found, recipe.handle)
 
 
 def without_boundaries(step: StepGraph) -> StepGraph:

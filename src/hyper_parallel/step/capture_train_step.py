@@ -33,7 +33,7 @@ from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.runtime.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.activation_checkpointing import recomputed_modules
-from hyper_parallel.shard.graph_passes import recompute_pass
+from hyper_parallel.shard.graph_passes import in_place, recompute_pass
 from hyper_parallel.shard.packed_documents import several_documents
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.accumulation import accumulating, whole_step
@@ -178,7 +178,7 @@ def _captured(
                 found.balanced = context.even_load is not None and bool(handle.plan.experts)
         finally:
             body.forget()
-    return found
+    return in_place(found, handle)
 
 
 def capturable(optimizer: Optimizer) -> Optimizer:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.inference.answer_text import no_text
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.model_support import check_length
 from hyper_parallel.inference.offered_engine import offered_engine
@@ -41,7 +42,7 @@ def add_cached(
     engine.decide = decide
     settings = Inference(max_tokens=tokens, batch=1, prefix_cache=False)
     request = Request(ids=tuple(ids), sampling=settings.sampling())
-    [(_, answer)] = engine.run([request], settings, lambda _: "")
+    [(_, answer)] = engine.run([request], settings, no_text)
     ids += answer.tokens
     return answer.finish == "stop"
 

@@ -33,7 +33,7 @@ from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.kv_cache.sizes import page_bytes
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.weights.away_weight import ReadElsewhere
-from hyper_parallel.inference.weights.fingerprint import fingerprint
+from hyper_parallel.inference.weights.fingerprint import Fingerprint
 from hyper_parallel.inference.weights.source import WeightSource
 from hyper_parallel.inference.weights.stream import WeightStream, storage_bytes
 from hyper_parallel.inference.weights.tiers import WeightTiers, slot_bytes
@@ -145,7 +145,7 @@ class MemoryBudget:
         if self._proof > self.budget:
             raise self._too_small(0, "")
         engine.fit = self.fit
-        engine.cache.version = lambda: fingerprint(self._model, self.stream.constant())
+        engine.cache.version = Fingerprint(self._model, self.stream.constant)
 
     def fit(self, engine: Engine, requests: Sequence[Request], settings: Inference) -> Inference:
         """Place the weights for these requests; the settings with the requests at once and the pages that fit.

@@ -27,7 +27,7 @@ from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
-from hyper_parallel.inference.weights.fingerprint import fingerprint
+from hyper_parallel.inference.weights.fingerprint import Fingerprint
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.shard.sharded_model import is_sharded
 
@@ -71,7 +71,7 @@ class RunCache:
         self._shared: Callable[[], int] = lambda: 0
         self.spare = True
         """Whether memory may be taken for what only saves time: not where bytes are counted."""
-        self.version: Callable[[], object] = lambda: fingerprint(model)
+        self.version: Callable[[], object] = Fingerprint(model)
         """Something that is equal only as long as the weights are the same; None where that is not known."""
 
     @property

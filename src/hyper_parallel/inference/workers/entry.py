@@ -42,8 +42,8 @@ def main(config: GenerateRun, worker: Worker) -> None:
             if batch is not None:
                 requests = batch.requests(generator)
             elif leads:
-                ids = generator.ids_of(prompt_of(config.prompt, config.chat))
-                requests = [generator.request(ids, settings, 0, sample) for sample in range(settings.n)]
+                ids = generator.ids_of(prompt_of(config.prompt, config.chat), settings=settings)
+                requests = [generator.request(ids, settings, sample) for sample in range(settings.n)]
             requests = _from_rank_0(requests, worker)
             if batch is not None:
                 with batch.writing(generator.moved) as deliver:

@@ -20,6 +20,7 @@ from hyper_parallel.checkpoint import export
 from hyper_parallel.compat import collectives, store
 from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.data import Tokenizer
+from hyper_parallel.data.generation_settings import generation_settings
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference.load_model import located, tokenizer_of
 from hyper_parallel.shard import load_weights, parallelize
@@ -50,10 +51,7 @@ def load_shards(folder: Path, strategy: Strategy) -> tuple[nn.Module, Tokenizer 
         precision = Precision(param=one, compute=one, reduce=one)  # type: ignore[arg-type]
         parallelize(model, strategy.model_copy(update={"precision": precision, "memory": Memory()}))
         load_weights(model, found, _device())
-        if (found / "generation_config.json").is_file():
-            from transformers import GenerationConfig
-
-            model.generation_config = GenerationConfig.from_pretrained(found, local_files_only=True)
+        model.generation_config = generation_settings(found, hf)
         return model.eval(), tokenizer_of(found)
 
 

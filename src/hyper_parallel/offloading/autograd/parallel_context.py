@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.graph import StepGraph, rewritten
-from hyper_parallel.graph.collectives_in_place import collectives_in_place
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.offloading.runtime.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.activation_checkpointing import recomputed_modules
 from hyper_parallel.shard.dropout import Draw
+from hyper_parallel.shard.graph_passes import in_place
 from hyper_parallel.shard.loss.root import Request, root_of
 from hyper_parallel.shard.packed_documents import known_positions, positions_known
 from hyper_parallel.shard.rules import is_own
@@ -125,8 +125,7 @@ class Around:
         """The captured passes as the strategy wants them: layers computed again (those named, or those of
         `memory.recompute`), and weights gathered again."""
         strategy = self.handle.strategy
-        if self.own:
-            step = collectives_in_place(step)
+        step = in_place(step, self.handle)
         again = recomputed_modules(self.handle.model, strategy) or again
         return rewritten(step, passes(strategy, ordered=False, recompute=again))
 

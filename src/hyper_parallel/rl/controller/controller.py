@@ -29,7 +29,7 @@ from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.scorer import Scored, Scorer
 from hyper_parallel.rl.controller.weight_sync import WeightSync
 from hyper_parallel.rl.controller.workers import RoleGroup, do
-from hyper_parallel.rl.environments.environment import prompt_of
+from hyper_parallel.rl.environments.environment import prompt_fields
 from hyper_parallel.rl.losses.groups import has_reward_variance
 from hyper_parallel.rl.queue import StalenessQueue
 from hyper_parallel.rl.sample import Appended, Prompted, Sample
@@ -190,7 +190,7 @@ class Controller:
         told = len(begin)
         self._admit(rollout)
         new = [
-            Prompted(ticket=one.ticket, place=place, row=one.row, prompt=prompt_of(one.task))
+            Prompted(ticket=one.ticket, place=place, row=one.row, **prompt_fields(one.task))
             for one in self._waiting[name]
             for place in range(one.size)
         ]
@@ -199,7 +199,7 @@ class Controller:
                 ticket=group.ticket,
                 place=sample.place,
                 row=group.row,
-                prompt=prompt_of(group.task),
+                **prompt_fields(group.task),
                 before=sample,
                 appended=appended,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -10,9 +11,14 @@ from typing import Any
 
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.errors import ConfigError, nearest
+from hyper_parallel.report.waiting import waiting
+from hyper_parallel.rl.environments.prompt_lengths import PromptLengths
 from hyper_parallel.rl.environments.task_file import read_tasks
 from hyper_parallel.rl.environments.tasks import tasks
+from hyper_parallel.rl.roles.policy_model import tokenizer_of
+from hyper_parallel.step.build import transformers_config
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 
@@ -31,9 +37,14 @@ class Prompts:
             self.held_out = tasks(task.name, config.seed, "held_out", count, **task.settings)
             return
         assert task.prompts is not None, "checked by the config"
-        self._rows = read_tasks(Path(task.prompts).expanduser())
-        if task.held_out is not None:
-            self.held_out = read_tasks(Path(task.held_out).expanduser())[:count]
+        model_config = transformers_config(config.model).get_text_config(decoder=True)
+        lengths = PromptLengths(tokenizer_of(config), model_config, config.rl.max_tokens, task.overlong)
+        with waiting("reading the prompts and counting their tokens"):
+            self._rows = read_tasks(Path(task.prompts).expanduser(), lengths.accept)
+            if task.held_out is not None:
+                self.held_out = read_tasks(Path(task.held_out).expanduser(), lengths.accept)[:count]
+        if lengths.dropped:
+            log.warning("task.overlong: %d rows are left out, whose prompts are too long", lengths.dropped)
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def __getitem__(self, row: int) -> Row:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.rl_task import TaskConfig
-from hyper_parallel.rl.environments.environment import prompt_of
+from hyper_parallel.rl.environments.environment import prompt_fields, prompt_of
 from hyper_parallel.rl.rewards.pool import RewardPool
 from hyper_parallel.rl.sample import Appended, Prompted, Sample
 
@@ -130,7 +130,7 @@ class Scorer(ABC):
 def first_turns(rows: Sequence[Mapping[str, Any]]) -> list[Prompted]:
     """One answer to each row of an evaluation."""
     return [
-        Prompted(ticket=EVALUATION, place=0, row=place, prompt=prompt_of(row))
+        Prompted(ticket=EVALUATION, place=0, row=place, **prompt_fields(row))
         for place, row in enumerate(rows)
     ]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hyper_parallel.data.document import template_options
 from hyper_parallel.errors import DataError
 from hyper_parallel.rl.rewards.reward import Prompt, RewardFunction, load_callable, load_reward, with_options
 
@@ -93,6 +94,12 @@ def prompt_of(task: Mapping[str, Any]) -> Prompt:
     raise DataError(
         f"the row's prompt is {prompt!r}; write a text or a list of messages under the key 'prompt'"
     )
+
+
+def prompt_fields(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The `prompt` of a row, and the `options` that its chat template gets. Raises DataError as `prompt_of`."""
+    prompt = prompt_of(task)
+    return {"prompt": prompt, "options": {} if isinstance(prompt, str) else template_options(task, "the row")}
 
 
 def token_mask(segments: Sequence[tuple[Sequence[int], bool]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ _LINE = 16 << 20
 """Bytes of a line."""
 
 
-def read_tasks(path: str | Path) -> list[dict[str, Any]]:
+Accept = Callable[[dict[str, Any]], bool]
+"""Whether a row stays. Raises DataError for one that cannot."""
+
+
+def read_tasks(path: str | Path, accept: Accept = lambda row: True) -> list[dict[str, Any]]:
     """The rows of a task file, in order; blank lines are skipped. Raises DataError, which names file and line."""
     rows: list[dict[str, Any]] = []
     try:
@@ -28,7 +33,7 @@ def read_tasks(path: str | Path) -> list[dict[str, Any]]:
                         f"{path}:{number}: the line is longer than {format_bytes(_LINE)}; divide it"
                     )
                 if line.strip():
-                    rows.append(_row(line, f"{path}:{number}"))
+                    rows += _rows(line, f"{path}:{number}", accept)
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror or error}; name a file of JSON lines with a 'prompt' each"
@@ -38,7 +43,8 @@ def read_tasks(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(line: bytes, where: str) -> dict[str, Any]:
+def _rows(line: bytes, where: str, accept: Accept) -> list[dict[str, Any]]:
+    """The row of a line, if it stays."""
     try:
         found = parse_json(line)
     except ValueError as error:
@@ -47,6 +53,6 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: it is {type(found).__name__}; write a JSON object with a 'prompt'")
     try:
         prompt_of(found)
+        return [found] if accept(found) else []
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-    return found

@@ -12,7 +12,7 @@ from hyper_parallel.launch.roles.interface import Future
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.scorer import Scorer
 from hyper_parallel.rl.controller.workers import RoleGroup, do
-from hyper_parallel.rl.environments.environment import prompt_of
+from hyper_parallel.rl.environments.environment import prompt_fields
 from hyper_parallel.rl.role_split.role_times import Wave
 from hyper_parallel.rl.sample import Prompted, Sample
 
@@ -75,7 +75,7 @@ class Waves:
         tickets = [next(self._tickets) for _ in range(-(-count // size))]
         tasks = {ticket: self._prompts[FIRST_ROW + ticket] for ticket in tickets}
         asked = [
-            Prompted(ticket=ticket, place=place, row=FIRST_ROW + ticket, prompt=prompt_of(tasks[ticket]))
+            Prompted(ticket=ticket, place=place, row=FIRST_ROW + ticket, **prompt_fields(tasks[ticket]))
             for ticket in tickets
             for place in range(size)
         ][:count]

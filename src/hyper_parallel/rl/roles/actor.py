@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from hyper_parallel.checkpoint import Piece
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.data.export_assets import GENERATION, tokenizer_assets
+from hyper_parallel.data.export_assets import tokenizer_assets
+from hyper_parallel.data.generation_settings import GENERATION
 from hyper_parallel.errors import NonFiniteError
 from hyper_parallel.rl.roles.batch_advantages import advantages_of, estimated
 from hyper_parallel.rl.roles.critic import Critic

@@ -33,14 +33,15 @@ def tokens_behind(
     answer: str,
     message: Mapping[str, Any],
     last: int | None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The ids behind an answer's tokens, up to the generation prompt of the next answer.
 
     `before`: the messages up to the answer. `answer`: its text. `message`: what comes behind it. `last`: the token that
-    ended it, None where none did. Raises DataError, in one line, for a template that does not take the messages or is
-    not of the form above.
+    ended it, None where none did. `options`: what the template gets beside the messages. Raises DataError, in one line,
+    for a template that does not take the messages or is not of the form above.
     """
-    end, rest = _behind(tokenizer, before, answer, message)
+    end, rest = _behind(tokenizer, before, answer, message, dict(options or {}))
     [(ids, ranges)] = tokenizer.encode_template([end + rest])
     for at, (one, (start, _)) in enumerate(zip(ids, ranges, strict=True)):
         if start >= len(end):
@@ -51,13 +52,17 @@ def tokens_behind(
 
 
 def _behind(
-    tokenizer: Tokenizer, before: Sequence[Mapping[str, Any]], answer: str, message: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    before: Sequence[Mapping[str, Any]],
+    answer: str,
+    message: Mapping[str, Any],
+    options: dict[str, Any],
 ) -> tuple[str, str]:
     """END and REST."""
     told = [dict(one) for one in before]
 
     def chat(*more: dict[str, Any]) -> Chat:
-        return Chat(_WHERE, [*told, *more])
+        return Chat(_WHERE, [*told, *more], options=options)
 
     probe, given = {"role": "assistant", "content": _PROBE}, dict(message)
     own = tokenizer.transformers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.character_tokenizer import character_tokenizer
+from hyper_parallel.data.generation_settings import generation_settings, stop_tokens
 from hyper_parallel.data.tokenizer import load as load_tokenizer
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.rl.environments.tasks import VOCABULARY
@@ -94,11 +94,5 @@ def fill(model: nn.Module, config: RLConfig, device: torch.device) -> None:
 
 
 def ends_of(model: Any, tokenizer: Tokenizer, folder: str | None) -> frozenset[int]:
-    """The tokens that end an answer: the tokenizer's, and those of the folder's generation config."""
-    ends = {tokenizer.eos}
-    if folder is not None and (Path(folder) / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        own = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        ends.update(own if isinstance(own, list | tuple) else [] if own is None else [own])
-    return frozenset(int(one) for one in ends)
+    """The tokens that end an answer, as `Generator` has them for the folder."""
+    return stop_tokens(generation_settings(folder, model.config), tokenizer)

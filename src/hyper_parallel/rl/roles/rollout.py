@@ -19,19 +19,19 @@ from hyper_parallel.config.generate import inference_settings
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.data.chat import prompt as render
-from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.budget.memory_budget import MemoryBudget
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.model_support import check_length, check_model, prove
 from hyper_parallel.inference.open_run import OpenRun
+from hyper_parallel.inference.prompt_ids import prompt_ids
 from hyper_parallel.inference.request import Completion, Request
 from hyper_parallel.inference.running import Running
 from hyper_parallel.inference.weights.source import ModelSource
 from hyper_parallel.inference.workers.decide import DecideTogether
 from hyper_parallel.inference.workers.replica import Replica
+from hyper_parallel.rl.environments.prompt_lengths import fitting
 from hyper_parallel.rl.roles.conversation import tokens_behind
 from hyper_parallel.rl.roles.policy_model import ends_of
 from hyper_parallel.rl.sample import Prompted, Sample
@@ -69,6 +69,7 @@ class Rollout:
         self.model, self.tokenizer = model, tokenizer
         self.version = 0
         role, rl = config.roles.rollouts, config.rl
+        self._overlong = config.task.overlong
         self._model_config = check_model(model)
         self._replica = Replica.of(model)
         ends = ends_of(model, tokenizer, config.model.folder)
@@ -213,7 +214,7 @@ class Rollout:
     def _begun(self, asked: Prompted, sampling: Sampling, seed: int) -> _Answer:
         """An answer with the tokens that it has before its next turn."""
         before = asked.before
-        ids = tuple(self._ids(asked.prompt)) if before is None else before.prompt
+        ids = tuple(self._prompt_ids(asked)) if before is None else before.prompt
         check_length(self._model_config, len(ids) + sampling.max_tokens)
         request = Request(ids=ids, sampling=sampling, seed=seed, row=asked.row, sample=asked.place)
         answer = _Answer(asked, request)
@@ -227,6 +228,10 @@ class Rollout:
             answer.turn = len(answer.tokens)
         return answer
 
+    def _prompt_ids(self, asked: Prompted) -> list[int]:
+        ids = prompt_ids(self.tokenizer, asked.prompt, asked.options)
+        return fitting(ids, self._model_config, self._settings.sampling().max_tokens, self._overlong)
+
     def _appended(self, answer: _Answer, before: Sample) -> list[int]:
         """The tokens of what the environment says behind the turns of `before`."""
         asked = answer.asked
@@ -236,13 +241,7 @@ class Rollout:
         told = [*asked.prompt, *before.turns]
         answer.turns = (*before.turns, {"role": "assistant", "content": before.text}, asked.appended)
         last = before.tokens[-1] if before.ended else None
-        return tokens_behind(self.tokenizer, told, before.text, asked.appended, last)
-
-    def _ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        question = render(self.tokenizer.transformers, Chat("messages", [dict(one) for one in prompt]))
-        return self.tokenizer.encode_template([question])[0][0]
+        return tokens_behind(self.tokenizer, told, before.text, asked.appended, last, asked.options)
 
     def _opened_run(self) -> OpenRun:
         """The run under way, or a new one with all answers that have begun."""
