@@ -3,9 +3,10 @@
     python benchmarks/tokenization.py [--texts 2000] [--only unigram] [--again]
 
 Writes benchmarks/results/tokenization.json, kind by kind; a kind that it has is not run again. Each text is encoded
-alone, as a prompt with its response, and in a conversation. Ids have to be those of the call or of
-`apply_chat_template`, with the end-of-text token. Loss is checked without character ranges: the spellings of the tokens
-are laid one after the other, which gives the place of each in the normalized text. Exits with 1 when anything is wrong.
+alone, as a prompt with its response, and in a conversation; texts and beginnings of conversations also as prompts that
+`generate` answers. Ids have to be those of the call or of `apply_chat_template`, with the end-of-text token. Loss is
+checked without character ranges: the spellings of the tokens are laid one after the other, which gives the place of
+each in the normalized text. Exits with 1 when anything is wrong.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from pages import Benchmark, table
 
 from harness.tokenizer_kinds import KINDS, SIGNS, SPECIAL, WORDS, Kind
 from hyper_parallel.data.corpus import encode
-from hyper_parallel.data.document import Answer, Text, from_record
+from hyper_parallel.data.document import Answer, Chat, Text, from_record
 from hyper_parallel.data.tokenizer import Tokenizer as DataTokenizer
 from hyper_parallel.errors import DataError
+from hyper_parallel.inference.prompt_ids import prompt_ids
 
 SPACES = [" ", " ", "  ", "\n", "\n\n", "\t", "    ", "\r\n"]
 STRIPPING = (b"<l>", b"<r>")
@@ -128,6 +130,26 @@ def drawn_chat(draw: random.Random, kind: Kind, owner: Any, template: str) -> Ca
     return Case(from_record(record, "chat"), text, called["input_ids"], spans)
 
 
+def prompts_of(case: Case, owner: Any) -> Iterator[tuple[Any, dict[str, Any], list[int] | None]]:
+    """What `generate` may be given of a document: a text, or the beginnings of a conversation with what its template
+    gets; and the ids of the tokenizer's own call, None where it refuses."""
+    if isinstance(case.document, Text) and case.text:
+        yield case.text, {}, owner(case.text)["input_ids"]
+    if isinstance(case.document, Chat):
+        for count in range(1, len(case.document.messages) + 1):
+            messages, options = case.document.messages[:count], case.document.options
+            begun = messages[-1]["role"] == "assistant"
+            ends = {"continue_final_message" if begun else "add_generation_prompt": True}
+            try:
+                called = owner.apply_chat_template(
+                    messages, tokenize=True, return_dict=True, **options, **ends
+                )
+            except ValueError:
+                yield messages, options, None
+            else:
+                yield messages, options, called["input_ids"]
+
+
 def loss_is_right(case: Case, mask: Sequence[int], kind: Kind, spellings: Sequence[bytes]) -> bool | None:
     """Whether the tokens with a character of an answer alone bear loss; None where spellings do not give the text."""
     stop = len(mask) - case.behind
@@ -197,20 +219,32 @@ def counted(name: str, texts: int, seed: int = 0, long: bool = True) -> dict[str
                     right = loss_is_right(case, mask, kind, [spelt[token] for token in ids])
                     count["unread"] += right is None
                     verdict = "other loss" if right is False else None
+            for prompt, options, expected in prompts_of(case, owner):
+                count["prompt"] += 1
+                try:
+                    given: list[int] | None = prompt_ids(tokenizer, prompt, options)
+                except DataError:
+                    given = None
+                if verdict is None and given != (expected or None):
+                    verdict = "another prompt"
             if verdict is not None:
                 count["wrong"] += 1
                 first = first or f"{what} {number}: {verdict}: {case.text[:200]!r}"
-    names = ("text", "answer", "chat", "unread", "wrong")
+    names = ("text", "answer", "chat", "prompt", "unread", "wrong")
     return {**{key: count[key] for key in names}, "first": first}
 
 
 def lines(result: Any) -> Iterable[str]:
     """The table of docs/data.md."""
     rows = [
-        (name, *(f"{found[key]:,}" for key in ("text", "answer", "chat")), found["wrong"])
+        (name, *(f"{found[key]:,}" for key in ("text", "answer", "chat", "prompt")), found["wrong"])
         for name, found in result["kinds"].items()
     ]
-    return table("Tokenizer | Texts | Prompts with responses | Conversations | Wrong", rows, "lrrrr")
+    return table(
+        "Tokenizer | Texts | Prompts with responses | Conversations | Prompts to answer | Wrong",
+        rows,
+        "lrrrrr",
+    )
 
 
 BENCHMARK = Benchmark("tokenization", {"data.md": lines})

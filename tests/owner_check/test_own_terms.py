@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from small_families import small
+from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.own_terms import own_terms
+from hyper_parallel.shard.own_terms import OwnTerms, own_terms
 from hyper_parallel.shard.parallelize import on_simulated_ranks, parallelize
 from hyper_parallel.shard.region_check.check import quiet
 from hyper_parallel.shard.region_check.outcome import compared
@@ -52,6 +53,27 @@ def test_a_coefficient_that_the_code_does_not_use_is_no_term() -> None:
 
     model.__class__ = Silent
     assert own_terms(model).balancing is None
+
+
+def test_a_family_that_computes_its_cross_entropy_by_itself_adds_nothing() -> None:
+    """Qwen2-Audio calls PyTorch's, and not the model's loss function."""
+    audio = {
+        "num_mel_bins": 8,
+        "d_model": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 16,
+    }
+    text = {
+        "model_type": "qwen2",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen2AudioConfig(audio_config=audio, text_config={**text, **heads}, audio_token_id=5)
+    assert own_terms(Qwen2AudioForConditionalGeneration(config)) == OwnTerms()
 
 
 @pytest.mark.parametrize("family", ["jetmoe", "dbrx", "bamba"])

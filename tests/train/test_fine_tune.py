@@ -287,7 +287,7 @@ def test_a_broken_generation_config(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "base", tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text("[1, 2")
     config = run_config(place, model__path=str(tmp_path / "base"), out=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json is no generation config"):
         Trainer(config).run()
 
 

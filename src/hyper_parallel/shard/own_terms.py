@@ -3,8 +3,9 @@
 Families name the coefficients of such terms as they like (`router_aux_loss_coef`, `aux_loss_coef`,
 `ffn_config.moe_loss_weight`, `z_loss_coefficient`), so nothing is looked up by name: the forward pass of the outermost
 module is run once on stand-ins, and says what it would add. The base model and the output head are stand-ins, the
-cross-entropy is 0, and the load-balancing function returns a variable; the derivative of the loss by that variable is
-the coefficient, and a derivative by the logits tells a term of theirs (Bamba's z-loss).
+cross-entropy is 0, by whichever name the family calls it (`loss_function`, PyTorch's own), and the load-balancing
+function returns a variable; the derivative of the loss by that variable is the coefficient, and a derivative by the
+logits tells a term of theirs (Bamba's z-loss).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.shard.lora_adapters import base_of, without_adapters
@@ -123,7 +125,8 @@ def _probed(core: Any, router_logits: bool) -> OwnTerms:
     run.__kwdefaults__ = forward.__kwdefaults__
     zeros = torch.zeros(1, 2, dtype=torch.int64)
     asked = {"output_router_logits": True} if router_logits else {}
-    loss = run(probe, input_ids=zeros, labels=zeros, **asked).loss
+    with _NoCrossEntropy():
+        loss = run(probe, input_ids=zeros, labels=zeros, **asked).loss
     if not loss.requires_grad:
         return OwnTerms()
     coefficient, of_logits = torch.autograd.grad(loss, [balancing.variable, logits], allow_unused=True)
@@ -133,6 +136,17 @@ def _probed(core: Any, router_logits: bool) -> OwnTerms:
         arguments = balancing.arguments[1:-1]
         term = BalancingTerm(float(coefficient), forward.__globals__[BALANCING], arguments)
     return OwnTerms(term, of_logits is not None)
+
+
+class _NoCrossEntropy(TorchFunctionMode):
+    """PyTorch's cross-entropy is 0."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.nn.functional.cross_entropy:
+            return torch.zeros(())
+        return function(*args, **(kwargs or {}))
 
 
 class _Fixed(nn.Module):
