@@ -38,10 +38,10 @@ class Outcome:
 
 
 class Reference:
-    """Greedy tokens of a family by Transformers' `generate`, one prompt at a time, in float32."""
+    """Greedy tokens of a model, or a family's, by Transformers' `generate`, one prompt at a time, in float32."""
 
-    def __init__(self, family: str, tokens: int) -> None:
-        self.model: Any = small(family)
+    def __init__(self, model: Any, tokens: int) -> None:
+        self.model: Any = small(model) if isinstance(model, str) else model
         self.tokens = tokens
         self.prompts = prompts(self.model, LENGTHS)
         self.expected = [self._generated(prompt) for prompt in self.prompts]
