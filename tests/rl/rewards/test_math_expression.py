@@ -44,6 +44,9 @@ def test_labelled_pairs() -> None:
         ("C", "The answer is (C)."),
         ("1000", r"\boxed{1~000}"),
         ("#### 7", r"\boxed{7}"),
+        (r"2\sqrt{3}", r"\boxed{2\sqrt{3}\text{ cm}}"),
+        ("5", "**Answer:** 5"),
+        ("5", "The answer is:\n\n\\[\n5\n\\]\nas was to be shown, in 3 steps"),
     ],
 )
 def test_equal(reference: str, answer: str) -> None:
@@ -61,6 +64,8 @@ def test_equal(reference: str, answer: str) -> None:
         ("1.5", r"\boxed{1{,}5}"),
         ("12", "1 2"),
         ("x=2", "y=2"),
+        ("3", r"2\sqrt{3} cm"),
+        ("3", "**Answer:** 2\nfor 3"),
         ("", ""),
         ("0", r"\boxed{}"),
         ("1", r"\boxed{1} or rather \boxed{2}"),

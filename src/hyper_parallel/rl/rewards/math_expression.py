@@ -32,6 +32,7 @@ _BRACE = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 """The begin of a box, an escaped letter, or a brace."""
 _MARK = re.compile(r"####|answer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
+_DISPLAYED = re.compile(r"(?:\$\$|\\\[)(.*?)(?:\$\$|\\\])", re.DOTALL)
 _WORD = re.compile(r"(?<![\\A-Za-z{])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|or|and|in)\b)[A-Za-z]{2,}")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z '.-]*")
@@ -68,7 +69,10 @@ def extracted(answer: str) -> str:
     if (box := _last_box(answer)) is not None:
         return box.strip().rstrip(".").strip()
     marks = list(_MARK.finditer(answer))
-    text = answer[marks[-1].end() :].strip().partition("\n")[0] if marks else answer
+    text = answer[marks[-1].end() :].lstrip(" \t\r\n*") if marks else answer
+    if marks:
+        displayed = _DISPLAYED.match(text)
+        text = displayed[1] if displayed else text.partition("\n")[0].rstrip("* \r")
     return text.strip().rstrip(".").strip()
 
 
@@ -125,7 +129,8 @@ def _parsed(part: str) -> list[Any]:
     from math_verify import parse
 
     text = _spelled(part)
-    sentence = _DELIMITED.search(text.strip("$")) or (_WORD.search(text) and re.search(r"\d", text))
+    prose = "\\" not in text and _WORD.search(text) and re.search(r"\d", text)
+    sentence = _DELIMITED.search(text.strip("$")) or prose
     found: list[Any] = parse(text if sentence else f"\\boxed{{{text.strip('$')}}}", parsing_timeout=None)
     return found
 
