@@ -37,6 +37,10 @@ class DataError(HyperParallelError):
     """A data file that cannot be read as what it was declared to be; names the file and the line."""
 
 
+class RewardError(HyperParallelError):
+    """Rewards of too many answers that cannot be computed; has the last one's reason."""
+
+
 class CheckpointError(HyperParallelError):
     """A checkpoint that cannot be written, or that is damaged and must not be loaded."""
 

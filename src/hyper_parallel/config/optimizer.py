@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -109,3 +109,9 @@ OptimizerConfig = Annotated[
     AdamWConfig | AdamW8bitConfig | LionConfig | AdafactorConfig | MuonConfig, Field(discriminator="name")
 ]
 """The optimizers that a run file can name."""
+
+
+def with_a_name(given: Any, default: AdamWConfig) -> Any:
+    """A section `optimizer: {lr: 1e-3}`, which names no optimizer, means the default one with another `lr`: a union of
+    kinds has no default kind. For validators, before they know what is given."""
+    return {**default.model_dump(), **given} if isinstance(given, Mapping) and "name" not in given else given

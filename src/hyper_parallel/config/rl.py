@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig
+from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig, with_a_name
 from hyper_parallel.config.train import ScheduleConfig
 from hyper_parallel.strategy.section import Section
 
@@ -24,6 +24,11 @@ NORMALIZATIONS: dict[Algorithm, Normalization] = {
     "reinforce++": "bnpo",
     "ppo": "bnpo",
 }
+
+
+_OPTIMIZER = AdamWConfig(lr=1e-6, weight_decay=0.0)
+_OF_PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rdpo")
+"""Algorithms that generate nothing."""
 
 
 class CriticTraining(Section):
@@ -91,7 +96,7 @@ class RLTraining(Section):
     what would become too old, `discard` drops it)."""
     chunk: PositiveInt = 8
     """Passes of a rollout between two looks for new prompts and weights."""
-    optimizer: OptimizerConfig = AdamWConfig(lr=1e-6, weight_decay=0.0)
+    optimizer: OptimizerConfig = _OPTIMIZER
     """The actor's."""
     schedule: ScheduleConfig = ScheduleConfig(name="constant")
     """Of the learning rate, over `steps` · `minibatches` updates."""
@@ -99,6 +104,22 @@ class RLTraining(Section):
     """The gradient norm is clipped to this."""
     critic: CriticTraining = CriticTraining()
     """Of `ppo`."""
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm_is_there(cls, given: Any) -> Any:
+        if isinstance(given, str) and given.lower() in _OF_PAIRS:
+            raise ValueError(
+                f"{given} trains on pairs of answers that exist, and 'rl' on answers that it generates and rewards; "
+                f"no command trains by it: hyper_parallel.rl.losses.preference has DPO's and KTO's losses for a loop "
+                f"of your own, and 'rl.algorithm' is one of {', '.join(NORMALIZATIONS)}"
+            )
+        return given
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _optimizer_has_a_name(cls, given: Any) -> Any:
+        return with_a_name(given, _OPTIMIZER)
 
     @model_validator(mode="after")
     def _fits(self) -> RLTraining:

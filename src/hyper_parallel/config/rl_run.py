@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -23,6 +23,11 @@ from hyper_parallel.strategy.section import PathText, Section
 
 class RLConfig(Section):
     """Reinforcement learning: the model, the task, the algorithm, and the devices of each role."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "tokenizer": "a folder in 'model.path' has its own, and for a 'model.config' write 'characters', a text",
+        "data": "prompts are in 'task', and 'characters' gives a 'model.config' its tokenizer",
+    }
 
     wording: ClassVar = Wording(
         stopping="the step under way ends and is saved",
@@ -64,7 +69,9 @@ class RLConfig(Section):
             raise ValueError("'characters' is for a model of a config; the folder has its own tokenizer")
         if self.model.path is None and self.characters is None and self.task.name is None:
             raise ValueError(
-                "a model of a config needs a tokenizer; give 'characters', or a folder with 'model.path'"
+                "'model.config' makes new weights, and no tokenizer; write one at the top level of the file, beside "
+                "'model', with a token for each character: 'characters: \"0123456789=\"', or name a folder that has a "
+                "tokenizer in 'model.path'"
             )
         data, batch = self.roles.actor.strategy.axes.data, self.rl.answers // self.rl.minibatches
         if batch % data:

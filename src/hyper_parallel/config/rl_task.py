@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig
+from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig, with_a_name
 from hyper_parallel.strategy.section import PathText, Section
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
@@ -41,6 +41,9 @@ class TaskConfig(Section):
     """Seconds for one reward."""
     workers: PositiveInt = 1
     """Processes that compute rewards."""
+    max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The share of a batch's answers, or of an evaluation's, whose rewards may fail (raise, take too long, be no
+    number); the run ends where more do, or all."""
     shuffle_rewards: bool = False
     """Give rewards to other answers than they belong to: a control, with which nothing can be learnt."""
 
@@ -66,6 +69,9 @@ class TaskConfig(Section):
         return self.environment is None and self.reward == REWARD_MODEL
 
 
+_WARMUP_OPTIMIZER = AdamWConfig(lr=1e-3, weight_decay=0.0)
+
+
 class WarmupConfig(Section):
     """Supervised training on the task's answers before the first step."""
 
@@ -77,8 +83,13 @@ class WarmupConfig(Section):
     """Ends as soon as drawn answers to held-out prompts are right this often."""
     every: PositiveInt = 15
     """Steps between two such looks."""
-    optimizer: OptimizerConfig = AdamWConfig(lr=1e-3, weight_decay=0.0)
+    optimizer: OptimizerConfig = _WARMUP_OPTIMIZER
     """Its own, at a constant rate."""
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _optimizer_has_a_name(cls, given: Any) -> Any:
+        return with_a_name(given, _WARMUP_OPTIMIZER)
 
 
 class RLEvalConfig(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig
+from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig, with_a_name
 from hyper_parallel.strategy.section import Section
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -138,8 +138,7 @@ class TrainConfig(Section):
     @field_validator("optimizer", mode="before")
     @classmethod
     def _optimizer_has_a_name(cls, given: Any) -> Any:
-        # A discriminated union has no default kind: `optimizer: {lr: 1e-3}` means the default one.
-        return {"name": "adamw", **given} if isinstance(given, Mapping) else given
+        return with_a_name(given, AdamWConfig())
 
     @model_validator(mode="before")
     @classmethod

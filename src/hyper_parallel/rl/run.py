@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.errors import RewardError
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.roles.interface import Engine
 from hyper_parallel.launch.run_lock import run_lock
@@ -200,7 +201,11 @@ class _Run:
             step = controller.state.step
             due = self._next_save(step)
             until = rl.steps if not every else min(rl.steps, (step // every + 1) * every)
-            controller.run(min(until, due), self._stop)
+            try:
+                controller.run(min(until, due), self._stop)
+            except RewardError:
+                self._recorder.samples(controller.state.step + 1, controller.batch)
+                raise
             now = controller.state.step
             if now >= due and now < rl.steps:
                 self._save(controller.state, controller.queue)

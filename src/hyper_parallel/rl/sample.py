@@ -35,6 +35,8 @@ class Sample:
     """Of a conversation: the messages between the prompt and the last turn."""
     reward: float | None = None
     """None until it is known, and where it failed."""
+    failed: str | None = None
+    """Why its reward failed."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """The row of the task."""
 

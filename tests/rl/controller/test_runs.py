@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harness.rl_faults import left_behind
 from harness.rl_runs import MODEL, expected_weights, rl_config, saved_weights
+from hyper_parallel.config.optimizer import AdamWConfig
 from hyper_parallel.data.character_tokenizer import character_tokenizer
-from hyper_parallel.errors import ConfigError
+from hyper_parallel.errors import ConfigError, RewardError
 from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.run import run
 
@@ -187,8 +188,11 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_reward_that_fails_costs_its_sample(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
+        "calls = 0\n"
         "def score(prompt, answer, task):\n"
-        "    if prompt.startswith(('1', '2', '3', '4')):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls % 4 == 0:\n"
         "        raise ValueError('no')\n"
         "    return float(len(answer))\n"
     )
@@ -196,6 +200,42 @@ def test_a_reward_that_fails_costs_its_sample(tmp_path: Path) -> None:
     summary = run(config, folder=tmp_path)
     assert summary.steps == 3
     assert summary.failed_rewards > 0
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    reasons = [one["failed"] for one in samples if one["reward"] is None]
+    assert reasons
+    assert set(reasons) == {"it raised ValueError: no (mine.py, line 6, in score)"}
+    assert not any("failed" in one for one in samples if one["reward"] is not None)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+def test_a_reward_that_always_fails_ends_the_run(algorithm: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, answer, task):\n    return task['gold']\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n}="}}\n' for n in range(8)))
+    config = rl_config(
+        tmp_path / "run",
+        task={
+            "name": None,
+            "settings": {},
+            "prompts": str(tmp_path / "prompts.jsonl"),
+            "reward": "mine.py:score",
+        },
+        characters="0123456789=",
+        rl={"algorithm": algorithm},
+    )
+    with pytest.raises(RewardError, match=r"16 of 16 .* KeyError: 'gold' \(mine.py, line 2, in score\)"):
+        run(config, folder=tmp_path)
+    assert not left_behind()
+    assert '"reward"' not in (tmp_path / "run/metrics.jsonl").read_text()
+    samples = (tmp_path / "run/samples.jsonl").read_text()
+    assert ("KeyError" in samples) == (algorithm == "grpo")
+
+
+def test_an_optimizer_without_a_name() -> None:
+    """As in `train`: the default one, with what is written."""
+    config = rl_config("run", rl={"optimizer": {"lr": 3e-3}}, warmup={"optimizer": {"betas": [0.9, 0.99]}})
+    assert config.rl.optimizer == AdamWConfig(lr=3e-3, weight_decay=0.0)
+    assert config.warmup is not None
+    assert config.warmup.optimizer == AdamWConfig(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.99))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +246,13 @@ def test_a_reward_that_fails_costs_its_sample(tmp_path: Path) -> None:
         ({"task": {"settings": {"digit": 3}}}, "digits"),
         ({"rl": {"staleness": 1, "minibatches": 2}}, "one step off"),
         ({"rl": {"group": 1}}, "compares answers"),
+        ({"rl": {"algorithm": "dpo"}}, "hyper_parallel.rl.losses.preference has DPO's"),
+        ({"rl": {"optimizer": {"lr": 1e-3, "momentum": 1}}}, "momentum: unknown key"),
+        (
+            {"task": {"name": None, "settings": {}, "prompts": "p.jsonl"}},
+            "top level of the file, beside 'model'",
+        ),
+        ({"tokenizer": "folder"}, "for a 'model.config' write 'characters'"),
         ({"rl": {"algorithm": "ppo", "ratio": "answer"}}, "differ from token to token"),
         ({"roles": {"rollout": {"devices": "0-1"}, "actor": {"devices": 1}}}, "share some of their devices"),
         ({"model": {"config": {"model_type": "llama", "hidden": 3}}}, "hidden"),

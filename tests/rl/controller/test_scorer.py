@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.rl_runs import rl_config, samples_of
-from hyper_parallel.errors import DataError
+from hyper_parallel.errors import DataError, RewardError
 from hyper_parallel.rl.controller.scorer import Scored, Scorer, scorer_of
 from hyper_parallel.rl.sample import Prompted, Sample
 
@@ -110,8 +110,31 @@ def test_a_wrong_message_costs_its_episode(turn: str, tmp_path: Path) -> None:
     sample = samples_of(rl_config(tmp_path / "run"))[0]
     with environment_scorer(tmp_path, turn) as scorer:
         scorer.submit(sample, {"prompt": CONVERSATION})
-        assert awaited(scorer) == [Scored(sample.ticket, sample.place, None)]
+        [found] = awaited(scorer)
+        assert found == Scored(sample.ticket, sample.place, None, failed=found.failed)
+        assert found.failed
         assert scorer.failed == 1
+
+
+def test_rewards_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, answer, task):\n    return task['gold']\n")
+    config = rl_config(tmp_path / "run", task={"reward": "mine.py:score"})
+    sample = samples_of(config)[0]
+    reason = "it raised KeyError: 'gold' (mine.py, line 2, in score)"
+    with scorer_of(config, tmp_path) as scorer:
+        for _ in range(2):
+            scorer.submit(sample, {"prompt": "13="})
+            assert awaited(scorer) == [Scored(sample.ticket, sample.place, None, failed=reason)]
+        [warning] = caplog.messages
+        assert reason in warning
+        assert "'13='" in warning
+        for rewards in ([], [1.0, 2.0], [1.0, None]):
+            scorer.check(rewards)
+        for rewards, words in (([None], "1 of 1"), ([0.0, None, None], "2 of 3")):
+            with pytest.raises(RewardError, match=words) as caught:
+                scorer.check(rewards)
+            assert reason in str(caught.value)
+            assert "task.max_failed: 0.5" in str(caught.value)
 
 
 def awaited(scorer: Scorer) -> list[Scored]:

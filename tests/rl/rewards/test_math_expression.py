@@ -1,143 +1,78 @@
-"""The math verifier: values are compared exactly, words as texts, and hostile answers end at once."""
+"""The math verifier: labelled pairs, which part of a text is the answer, and hostile answers."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-import sympy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.rewards.expression import parse
+from hyper_parallel.rl.rewards import math_expression as verifier
 from hyper_parallel.rl.rewards.math_expression import equal, extracted, math_expression
+from hyper_parallel.rl.rewards.pool import RewardPool
 
-EQUAL = [
-    ("1/2", "0.5"),
-    (r"\frac{2}{4}", "1/2"),
-    (r"\dfrac12", "0.5"),
-    ("x = 5", "5"),
-    ("(1,2)", "( 1, 4/2 )"),
-    (r"\{2, 1\}", r"\{1, 2\}"),
-    (r"\left(1, 2\right)", "(1, 2)"),
-    (r"2\sqrt{8}", r"4\sqrt2"),
-    (r"\frac{1}{\sqrt{2}}", r"\sqrt{2}/2"),
-    (r"\sqrt{2}\sqrt{3}", r"\sqrt{6}"),
-    (r"\sqrt{\frac{9}{4}}", "1.5"),
-    ("4^{1/2}", "2"),
-    ("8^{-1}", "0.125"),
-    ("(x+1)^2", "x^2 + 2x + 1"),
-    (r"\frac{x^2-1}{x-1}", "x+1"),
-    (r"2\pi r", "pi*2r"),
-    ("1,000,000", "1000000"),
-    (r"3\frac{1}{2}", "7/2"),
-    (r"-3\frac12", "-3.5"),
-    (r"50\%", "50"),
-    (r"\$5", "5"),
-    (r"90^\circ", "90"),
-    (r"5\text{ cm}", "5"),
-    ("1, 2", "1,2"),
-    ("-2^2", "-4"),
-    ("blue  whale", "blue whale"),
-    ("y = 2x + 1", "y=1+2x"),
-]
-DIFFERENT = [
-    ("0.333", "1/3"),
-    ("3.14", r"\pi"),
-    ("[1,2)", "(1,2)"),
-    ("(1,2)", "(2,1)"),
-    (r"\{1,1,2\}", r"\{1,2,2\}"),
-    ("x", "y"),
-    ("y = 2", "x = 2"),
-    ("12", "1 2"),
-    ("listen", "silent"),
-    (r"\sqrt[3]{8}", r"8\sqrt{3}"),
-    (r"\sqrt{-4}", "2"),
-    ("1/0", "1/0 + 1"),
-    ("", ""),
-    ("()", ""),
-    ("1+", "1"),
-    ("__import__('os').system('true')", "0"),
-]
+PAIRS = [json.loads(line) for line in (Path(__file__).parent / "math_pairs.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("left", "right"), EQUAL)
-def test_equal(left: str, right: str) -> None:
-    assert equal(left, right)
-    assert equal(right, left)
-
-
-@pytest.mark.parametrize(("left", "right"), DIFFERENT)
-def test_different(left: str, right: str) -> None:
-    assert not equal(left, right)
-    assert not equal(right, left)
-
-
-NUMBERS = st.integers(-20, 20).map(str)
-EXPRESSIONS = st.recursive(
-    NUMBERS | st.sampled_from("xy"),
-    lambda inner: (
-        st.tuples(inner, st.sampled_from("+-*/"), inner).map(
-            lambda parts: f"({parts[0]}){parts[1]}({parts[2]})"
-        )
-        | st.tuples(inner, st.integers(0, 3)).map(lambda parts: f"({parts[0]})^{parts[1]}")
-    ),
-    max_leaves=6,
-)
-
-
-@given(EXPRESSIONS, EXPRESSIONS)
-def test_equality_is_that_of_sympy(left: str, right: str) -> None:
-    try:
-        found = parse(left).equals(parse(right))
-    except ValueError:
-        return  # a division by zero
-    one, other = (sympy.sympify(text.replace("^", "**"), rational=True) for text in (left, right))
-    assert found == (sympy.cancel(sympy.together(one - other)) == 0)
-
-
-@given(EXPRESSIONS)
-def test_an_expanded_expression_equals_itself(text: str) -> None:
-    try:
-        value = parse(text)
-    except ValueError:
-        return
-    expanded = str(sympy.expand(sympy.sympify(text.replace("^", "**"), rational=True)))
-    assert value.equals(parse(expanded))
-
-
-@given(st.fractions(min_value=0, max_value=1000, max_denominator=100))
-def test_a_square_root_squares_to_its_number(number: Fraction) -> None:
-    root = parse(rf"\sqrt{{{number}}}")
-    assert (root * root).rational == number
+def test_labelled_pairs() -> None:
+    judged = [equal(pair["answer"], [pair["reference"]]) for pair in PAIRS]
+    pairs = list(zip(PAIRS, judged, strict=True))
+    assert [pair for pair, found in pairs if found and not pair["equal"]] == []
+    assert len([pair for pair, found in pairs if not found and pair["equal"]]) <= 3
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("reference", "answer"),
     [
-        "9^9^9^9",
-        "9" * 400 + "^64",
-        "(" * 400,
-        "(" * 200 + "1" + ")" * 200,
-        "-" * 490 + "1",
-        r"\sqrt{99999999999999999999999}",
-        "(a+b+c+d+f+g+h+i)^60",
-        "2^64^64",
-        "((((((x+y+1)^8+z)^8+w)^8+v)^8+u)^8+t)^8",
-        r"\frac" * 90,
-        "1" * 100_000,
+        ("5", "The answer is $x=5$, as shown."),
+        ("12", "#### 12 apples"),
+        ("x+1", "Answer: 1+x"),
+        ("Evelyn", "The answer is Evelyn."),
+        (r"\text{No Solution}", r"\boxed{no  solution}"),
+        ("0.5", "It is 0.5, I think"),
+        (r"\frac{7}{6}", r"\boxed{1.1\overline{6}}"),
+        ("$5$", "5"),
+        ("3", r"\boxed{3.}"),
+        ("2i", r"\boxed{\sqrt{-4}}"),
+        ("C", "The answer is (C)."),
+        ("1000", r"\boxed{1~000}"),
+        ("#### 7", r"\boxed{7}"),
+        (r"2\sqrt{3}", r"\boxed{2\sqrt{3}\text{ cm}}"),
+        ("5", "**Answer:** 5"),
+        ("5", "The answer is:\n\n\\[\n5\n\\]\nas was to be shown, in 3 steps"),
     ],
 )
-def test_hostile_expressions_are_no_values(text: str) -> None:
-    assert not equal(text, "3")
+def test_equal(reference: str, answer: str) -> None:
+    assert equal(answer, [reference])
 
 
-@given(st.text(alphabet="0123456789xyab+-*/^(){}[]\\., fracsqrtpi=\n", max_size=60))
-def test_any_text_is_compared_without_an_error(text: str) -> None:
-    assert equal(text, text) == bool(text.strip())
-    equal(text, "3")
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("listen", "silent"),
+        (r"\text{Tuesday}", r"\boxed{yadseuT}"),
+        ("1/3", "0.333"),
+        ("5", "x=5 or x=-5"),
+        ("5", r"\boxed{5, 6}"),
+        ("1.5", r"\boxed{1{,}5}"),
+        ("12", "1 2"),
+        ("x=2", "y=2"),
+        ("3", r"2\sqrt{3} cm"),
+        ("3", "**Answer:** 2\nfor 3"),
+        ("", ""),
+        ("0", r"\boxed{}"),
+        ("1", r"\boxed{1} or rather \boxed{2}"),
+    ],
+)
+def test_different(reference: str, answer: str) -> None:
+    assert not equal(answer, [reference])
 
 
 @pytest.mark.parametrize(
@@ -146,6 +81,11 @@ def test_any_text_is_compared_without_an_error(text: str) -> None:
         (r"First \boxed{1}, so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed {7}", "7"),
         (r"\boxed{7", r"\boxed{7"),
+        (r"First \boxed{ and then \boxed{8}.", "8"),
+        (r"\boxed{8}, and now \boxed{9", "8"),
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right"),
         ("We add.\n#### 42\n", "42"),
         ("So the answer is: 12.", "12"),
         ("Answer: 3 apples", "3 apples"),
@@ -158,9 +98,92 @@ def test_the_answer_in_a_text(answer: str, found: str) -> None:
 
 def test_the_reward() -> None:
     assert math_expression("", r"It is \boxed{0.5}", {"answer": r"\frac12"}) == 1.0
-    assert math_expression("", "It is 0.5, I think", {"answer": "0.5"}) == 0.0
     assert math_expression("", "3", {"answer": ["2", "3"]}) == 1.0
     bad: list[dict[str, Any]] = [{}, {"answer": 3}, {"answer": []}]
     for task in bad:
         with pytest.raises(DataError, match="under the key 'answer'"):
             math_expression("", "3", task)
+
+
+MARK = "math-verifier-was-here"
+HOSTILE = [
+    r"\boxed{10^{10^{10^{10}}}}",
+    "9**9**9**9",
+    "9^9^9^9",
+    "The answer is 9^9^9^9^9",
+    r"\boxed{\binom{10^6}{5 \cdot 10^5}}",
+    r"\boxed{\binom{10000000}{5000000}}",
+    r"\boxed{1000000!}",
+    r"\boxed{((((10!)!)!)!)!}",
+    r"\boxed{" + "+".join(["x"] * 1900) + "}",
+    r"\boxed{" + "+".join(["1"] * 20_000) + "}",
+    "+".join(f"{n}x^{n}" for n in range(1, 400)),
+    r"\boxed{" + "(" * 1500 + "1" + ")" * 1500 + "}",
+    r"\boxed{" + "((1)+" * 600 + "1" + ")" * 600 + "}",
+    r"\boxed{" + r"\frac{1}{" * 400 + "1" + "}" * 400 + "}",
+    r"\boxed{" + r"\sqrt{" * 500 + "2" + "}" * 500 + "}",
+    r"\boxed{" + "{" * 3000,
+    r"\boxed{" * 3000,
+    r"\boxed{(a+b+c+d+f+g+h)^{200}}",
+    r"\boxed{((((x+y+1)^8+z)^8+w)^8+v)^8}",
+    r"\boxed{\int_0^{1} e^{x^{x^{x}}} \sin(x^{x}) dx}",
+    r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n^{n}}}",
+    r"\boxed{\prod_{n=1}^{10^{9}} (n^2+1)}",
+    r"\boxed{\lim_{x \to 0} \frac{\sin(\tan(x^{9}))}{x^{x^{x}}}}",
+    r"\boxed{\begin{pmatrix}"
+    + r"\\".join("&".join(["x^9"] * 20) for _ in range(20))
+    + r"\end{pmatrix}^{99}}",
+    r"\boxed{0.\overline{" + "7" * 3500 + "}}",
+    "1" * 3900,
+    "$" * 3999,
+    f"__import__('os').system('touch {MARK}')",
+    f"\\boxed{{\\text{{__import__('os').system('touch {MARK}')}}}}",
+    f"The answer is 1+(lambda: open('{MARK}', 'w'))().",
+    f"\\boxed{{\\operatorname{{eval}}(open('{MARK}','w'))}}",
+    f"\\boxed{{x.__class__.__mro__[-1].__subclasses__()}} open('{MARK}','w')",
+]
+
+
+def test_hostile_answers_cost_their_samples_only(tmp_path: Path) -> None:
+    assert len(HOSTILE) >= 30
+    with RewardPool("math", workers=2, time_limit_s=60.0, folder=tmp_path) as pool:
+        pids = pool.pids
+        for number, answer in enumerate(HOSTILE):
+            pool.submit((number, "hostile"), "", answer, {"answer": "5"})
+            pool.submit((number, "right"), "", r"It is \boxed{\frac{10}{2}}", {"answer": "5"})
+        found = {}
+        while pool.waiting:
+            found |= dict(pool.results(1.0))
+        assert (pool.pids, pool.counters["restarts"], pool.counters["done"]) == (pids, 0, 2 * len(HOSTILE))
+    values = {key: (reward.value, reward.failed) for key, reward in found.items()}
+    for number in range(len(HOSTILE)):
+        assert values[number, "hostile"] == (0.0, None), HOSTILE[number][:80]
+        assert values[number, "right"] == (1.0, None), HOSTILE[number][:80]
+    assert not Path(MARK).exists()
+
+
+def test_a_long_answer_is_not_looked_into() -> None:
+    start = time.process_time()
+    for answer in (
+        r"\boxed{" * 100_000,
+        "answer is " * 100_000,
+        "{" * 1_000_000,
+        r"\boxed{" + "1+" * 1_000_000 + "1}",
+    ):
+        assert not equal(answer, ["5"])
+    assert time.process_time() - start < 5
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="0123456789xyab+-*/^(){}[]\\., fracsqrtpi=\n", max_size=60))
+def test_any_text_is_prepared_without_an_error(text: str) -> None:
+    verifier._spelled(extracted(text))
+    assert equal(text, [text]) == bool(extracted(text))
+
+
+def test_the_library_is_imported_when_it_is_needed() -> None:
+    program = (
+        "import sys, hyper_parallel.rl.rewards.reward as reward\nreward.load_reward('math')\n"
+        "assert not {'sympy', 'math_verify'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -80,8 +80,8 @@ def test_the_function_gets_prompt_and_row(shared: RewardPool) -> None:
         ("value:inf", "it returned inf, and a finite number is needed"),
         ("object", "it returned object, and a number is needed"),
         ("text", "it returned str, and a number is needed"),
-        ("raise", "it raised ValueError: first line second line"),
-        ("exit", "it raised SystemExit: 3"),
+        ("raise", "it raised ValueError: first line second line (user_rewards.py, line 28, in behave)"),
+        ("exit", "it raised SystemExit: 3 (user_rewards.py, line 30, in behave)"),
     ],
 )
 def test_no_number_costs_its_sample_only(shared: RewardPool, answer: str, reason: str) -> None:

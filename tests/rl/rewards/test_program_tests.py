@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.rewards.program_tests import code, program_of, read_tests
+from hyper_parallel.rl.rewards.program_tests import code, read_tests
 
 DOUBLE = "```python\ndef double(x):\n    return 2 * x\n```"
 TESTS: list[Any] = [{"expression": "double(2)", "value": 4}, "assert double(3) == 6"]
@@ -54,13 +54,29 @@ def test_no_reward_without_the_value(program: str) -> None:
     assert code("", program, {"tests": TESTS[:1], "wall_s": 2.0}) == 0.0
 
 
-def test_which_part_of_an_answer_is_the_program() -> None:
-    assert program_of("x = 1") == "x = 1"
-    assert program_of("Text\n```python\na\n```\nmore\n```py\nb\n```\n```bash\nls\n```") == "b\n"
-    assert program_of("```\nopen") == "open"
-    assert program_of("x = '```'\n") == "x = '```'\n"
-    assert program_of("```bash\nls\n```") == "```bash\nls\n```"
-    assert len(program_of("```" * 300_000)) == 900_000
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(input())\nexit()",
+        "n = input()\nif n:\n    print(n)\n    quit(0)",
+        "import sys\nprint(input())\nsys.exit()",
+        "print(open('/dev/stdin').read())",
+        "import pathlib\nprint(pathlib.Path('/dev/stdin').read_text())",
+        "import sys\nsys.stdin = open('/dev/stdin')\nprint(input(), file=open('/dev/stdout', 'w'))",
+        "with open('/dev/stdin', 'rb') as f:\n    print(f.read().decode())",
+        "print(open(0).read())",
+    ],
+)
+def test_a_script_ends_and_reads_as_it_does_in_a_terminal(program: str) -> None:
+    assert code("", program, {"tests": [{"input": "5\n", "output": "5"}]}) == 1.0
+    assert code("", program, {"tests": [{"input": "5\n", "output": "6"}]}) == 0.0
+
+
+def test_a_script_that_exits_behind_its_functions() -> None:
+    program = "def double(x):\n    return 2 * x\n\nif __name__ == '__main__':\n    exit()"
+    assert code("", program, {"tests": TESTS}) == 1.0
+    assert code("", program.replace("exit()", "exit(1)"), {"tests": TESTS}) == 0.0
+    assert code("", "exit('done')", {"tests": [{"input": "", "output": ""}]}) == 0.0
 
 
 @pytest.mark.parametrize(

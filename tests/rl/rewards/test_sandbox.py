@@ -280,6 +280,68 @@ def test_the_environment_is_empty(isolation: sandbox.Isolation, monkeypatch: pyt
         assert outcome.stdout == b"{} []\n"
 
 
+CALLS = {
+    "x86_64": {"shmget": 29, "shmat": 30, "semget": 64, "msgget": 68, "mq_open": 240, "memfd_create": 319},
+    "aarch64": {
+        "shmget": 194,
+        "shmat": 196,
+        "semget": 190,
+        "msgget": 186,
+        "mq_open": 180,
+        "memfd_create": 279,
+    },
+}
+
+
+def _objects() -> list[str]:
+    """System V objects of this machine."""
+    return [
+        line
+        for kind in ("shm", "sem", "msg")
+        for line in Path(f"/proc/sysvipc/{kind}").read_text().splitlines()[1:]
+    ]
+
+
+@BOTH
+def test_memory_that_no_limit_counts_is_refused(isolation: sandbox.Isolation) -> None:
+    calls = CALLS[platform.machine()]
+    before = _objects()
+    program = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for name, number in {calls}.items():
+    arguments = [0, 4096, 0o1600] if name.endswith("get") else [b"/name", 0, 0]
+    print(name, libc.syscall(number, *arguments), ctypes.get_errno())
+child = os.fork()
+if not child:
+    os._exit(libc.shmget(0, 4096, 0o1600) != -1)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    outcome = run(program, isolation=isolation)
+    assert outcome.stdout.decode().split("\n") == [*(f"{name} -1 1" for name in calls), "0", ""]
+    assert _objects() == before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the calls of 32-bit programs")
+def test_calls_of_another_architecture_end_the_program() -> None:
+    # mov eax, 20 (getpid of i386); int 0x80; ret
+    program = (
+        "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex('b814000000cd80c3'))\n"
+        "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()"
+    )
+    outcome = run(program)
+    assert outcome.ended == "signal" and outcome.code in (11, 31)
+
+
+def test_a_machine_without_filters_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _changed(monkeypatch, "_libc.prctl(_GET_SECCOMP", "(lambda *_: -1)(_GET_SECCOMP")
+    monkeypatch.setattr(sandbox, "_warned", False)
+    assert run("print(1)").missing[-1:] == ("shared memory",)
+    assert "shared memory on this machine" in caplog.text
+
+
 @needs_isolation
 def test_files_are_limited_each_and_together() -> None:
     limits = Limits(disk_bytes=1 << 20)

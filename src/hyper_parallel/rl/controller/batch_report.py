@@ -33,10 +33,10 @@ class BatchReport:
     """Of the run until now."""
 
     @property
-    def reward(self) -> float:
-        """The mean of those that are known."""
+    def reward(self) -> float | None:
+        """The mean of those that are known; None where none is."""
         known = [one.reward for one in self.samples if one.reward is not None]
-        return statistics.fmean(known) if known else 0.0
+        return statistics.fmean(known) if known else None
 
     def record(self) -> dict[str, float]:
         """Numbers by name."""
@@ -45,7 +45,7 @@ class BatchReport:
         lengths = [len(one.tokens) for one in self.samples]
         histogram = Counter(self.staleness)
         return {
-            "reward": self.reward,
+            **({"reward": self.reward} if self.reward is not None else {}),
             "groups_without_variance": float(groups_without_variance(groups)),
             "response_length": statistics.fmean(lengths),
             "response_length_max": float(max(lengths)),

@@ -110,6 +110,8 @@ class Controller:
         self._under_way: dict[int, AnswerGroup] = {}
         self._rows: dict[int, int] = {}
         """Of tickets that have not been trained."""
+        self._refused: list[float | None] = []
+        """Rewards of groups that were not taken since the last batch."""
         self._arrived: dict[str, bool] = {}
         self._dropped: dict[str, list[int]] = {one.name: [] for one in self._rollouts}
         self._taken: list[Sample] | None = None
@@ -128,6 +130,11 @@ class Controller:
                     self._generate(rollout)
             self._wait()
         self.settle()
+
+    @property
+    def batch(self) -> list[Sample]:
+        """The batch that is being trained on, or whose rewards failed."""
+        return self._taken or []
 
     @property
     def rows_under_way(self) -> list[int]:
@@ -253,12 +260,17 @@ class Controller:
                 return
             # There is no room for another turn.
             self._scorer.drop(ticket, [one.place])
-        group.score(one.place, one.reward)
+        group.score(one.place, one.reward, one.failed)
         if not group.complete:
             return
         del self._under_way[ticket]
         if self._rl.drops_equal and not has_reward_variance(group.rewards):
             self.queue.refuse(ticket, group.tokens)
+            # A batch of these would be drawn for ever where each reward fails.
+            self._refused += group.rewards
+            if len(self._refused) >= self._rl.answers:
+                self._scorer.check(self._refused)
+                self._refused.clear()
             del self._rows[ticket]
             return
         if not self.queue.finish(ticket, group.in_order, group.oldest, group.tokens):
@@ -296,6 +308,8 @@ class Controller:
             # In the order of rows, so that a batch does not depend on when its parts started.
             groups.sort(key=lambda group: group[0].row)
             self._taken = self._shuffled([sample for group in groups for sample in group])
+            self._scorer.check([sample.reward for sample in self._taken])
+            self._refused.clear()
         samples = self._taken
         if self._reference is None:
             self._train(samples, None)
@@ -374,7 +388,10 @@ class Controller:
             return samples
         order = list(range(len(samples)))
         random.Random(f"{self._config.seed}:{self.state.step}").shuffle(order)
-        return [replace(one, reward=samples[other].reward) for one, other in zip(samples, order, strict=True)]
+        return [
+            replace(one, reward=samples[other].reward, failed=samples[other].failed)
+            for one, other in zip(samples, order, strict=True)
+        ]
 
     def _send(self, group: RoleGroup, instructions: list[Any], ended: Callable[[list[Any]], None]) -> None:
         future = group.call(instructions, self.state.step + 1)

@@ -21,7 +21,7 @@ class EnvironmentScorer(Scorer):
 
     def __init__(self, task: TaskConfig, name: str, folder: Path | None = None) -> None:
         """Raises ConfigError for an unknown environment."""
-        super().__init__()
+        super().__init__(task.max_failed)
         self._pool = EnvironmentPool(
             name, workers=task.workers, time_limit_s=task.time_limit, folder=folder, options=task.options
         )
@@ -91,10 +91,10 @@ class EnvironmentScorer(Scorer):
     def _reply(self, key: Key, reply: Reply) -> Scored | None:
         """None where the episode's first turn is asked about now."""
         if reply.failed is not None:
-            self.failed += 1
+            self._failure(reply.failed, self._prompts.pop(key))
             self._first.pop(key, None)
-            del self._rewards[key], self._prompts[key]
-            return Scored(key.ticket, key.place, None)
+            del self._rewards[key]
+            return Scored(key.ticket, key.place, None, failed=reply.failed)
         if reply.turn is None:
             task, text = self._first.pop(key)
             if reply.prompt != task["prompt"]:

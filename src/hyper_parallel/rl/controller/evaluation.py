@@ -42,7 +42,7 @@ def mean_reward(
     temperature: float,
 ) -> float:
     """Of one answer to each prompt. One without a reward counts 0; by a reward model, whose scores have no zero that
-    means anything, it does not count."""
+    means anything, it does not count. Raises RewardError where all failed, or more than `task.max_failed`."""
 
     def answers(asked: Sequence[Prompted]) -> list[Sample]:
         found: list[Sample] = rollout.ask(
@@ -51,6 +51,7 @@ def mean_reward(
         return found
 
     rewards = scorer.all_of(answers, rows, config.rl.max_tokens)
+    scorer.check(rewards)
     if config.task.has_reward_model:
-        return statistics.fmean([one for one in rewards if one is not None] or [0.0])
+        return statistics.fmean(one for one in rewards if one is not None)
     return statistics.fmean(reward or 0.0 for reward in rewards)

@@ -26,9 +26,9 @@ class AnswerGroup:
         """An answer has ended."""
         self.samples[sample.place] = replace(sample, task=self.task)
 
-    def score(self, place: int, reward: float | None) -> None:
-        """The reward of an answer; None where it failed."""
-        self.samples[place] = replace(self.samples[place], reward=reward)
+    def score(self, place: int, reward: float | None, failed: str | None = None) -> None:
+        """The reward of an answer; None where it failed, and why."""
+        self.samples[place] = replace(self.samples[place], reward=reward, failed=failed)
         self.scored.add(place)
 
     @property

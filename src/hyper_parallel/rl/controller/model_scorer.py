@@ -17,13 +17,14 @@ from hyper_parallel.rl.environments.environment import prompt_of
 from hyper_parallel.rl.rewards.reward import Prompt
 
 _Asked = tuple[Key, Prompt, str]
+_NO_SCORE = "the answer is longer than the reward model's max_length, or its score is not finite"
 
 
 class ModelScorer(Scorer):
     """Asks a group that has the role `reward`."""
 
-    def __init__(self, rl: RLTraining) -> None:
-        super().__init__()
+    def __init__(self, rl: RLTraining, max_failed: float) -> None:
+        super().__init__(max_failed)
         self._size, self._in_groups = rl.group, rl.staleness == 0
         self._group: RoleGroup | None = None
         self._waiting: list[_Asked] = []
@@ -52,12 +53,14 @@ class ModelScorer(Scorer):
         sent, self._sent = self._sent, []
         found = []
         for asked, values in zip(sent, scores, strict=True):
-            for (key, _, _), value in zip(asked, values, strict=True):
+            for (key, prompt, _), value in zip(asked, values, strict=True):
                 if key not in self._asked:
                     continue  # of before a resume
                 self._asked.discard(key)
-                self.failed += value is None
-                found.append(Scored(key.ticket, key.place, value))
+                failed = _NO_SCORE if value is None else None
+                if failed is not None:
+                    self._failure(failed, prompt)
+                found.append(Scored(key.ticket, key.place, value, failed=failed))
         return found
 
     def ask_again(self) -> None:
@@ -85,7 +88,9 @@ class ModelScorer(Scorer):
         first = first_turns(rows)
         asked = [(one.prompt, given.text) for one, given in zip(first, answers(first), strict=True)]
         [found] = self._group.ask(self._group.step, "reward", groups=[asked])
-        self.failed += found.count(None)
+        for (prompt, _), score in zip(asked, found, strict=True):
+            if score is None:
+                self._failure(_NO_SCORE, prompt)
         return list(found)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.rl.controller.batch_report import WIDE_GAP, BatchReport
 from hyper_parallel.rl.controller.evaluation import Accuracy
+from hyper_parallel.rl.sample import Sample
 
 SAMPLES = "samples.jsonl"
 """A line for each answer of the first group of each batch."""
@@ -67,18 +68,7 @@ class Recorder:
         record["step_s"] = elapsed
         self._begun, self._busy = now, dict(busy)
         self._trackers.log(report.step, record)
-        for one in report.samples[: report.group]:
-            line = {
-                "step": report.step,
-                "prompt": one.task.get("prompt", one.task.get("messages")),
-                **({"turns": list(one.turns)} if one.turns else {}),
-                "answer": one.text,
-                "reward": one.reward,
-                "versions": [min(one.versions), max(one.versions)],
-                "tokens": len(one.tokens),
-            }
-            self._samples.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._samples.flush()
+        self.samples(report.step, report.samples)
         gap = record.get("behaviour_gap", 0.0)
         if gap > WIDE_GAP and not self._warned:
             self._warned = True
@@ -92,12 +82,29 @@ class Recorder:
             done = report.step - self._last_step
             seconds = (now - self._last) / max(done, 1)
             self._last, self._last_step = now, report.step
+            reward = "none" if report.reward is None else f"{report.reward:.3f}"
             self._told(
-                f"step {report.step:4d}/{steps}   reward {report.reward:.3f}   "
+                f"step {report.step:4d}/{steps}   reward {reward}   "
                 f"length {record['response_length']:.1f}   "
                 f"staleness {record['staleness_mean']:.1f}   equal groups {record['groups_without_variance']:.0f}   "
                 f"{seconds:.2f} s/step"
             )
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """The answers of a batch's first group, with their rewards or why there is none."""
+        for one in samples[: self._config.rl.group]:
+            line = {
+                "step": step,
+                "prompt": one.task.get("prompt", one.task.get("messages")),
+                **({"turns": list(one.turns)} if one.turns else {}),
+                "answer": one.text,
+                "reward": one.reward,
+                **({"failed": one.failed} if one.failed is not None else {}),
+                "versions": [min(one.versions), max(one.versions)],
+                "tokens": len(one.tokens),
+            }
+            self._samples.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._samples.flush()
 
     def evaluation(self, step: int, found: Accuracy) -> None:
         """Of held-out prompts."""

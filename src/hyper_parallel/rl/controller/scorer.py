@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,18 @@ from typing import Any, Self
 
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.rl_task import TaskConfig
+from hyper_parallel.errors import RewardError
 from hyper_parallel.rl.environments.environment import prompt_fields, prompt_of
 from hyper_parallel.rl.rewards.pool import RewardPool
+from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.sample import Appended, Prompted, Sample
 
 Answers = Callable[[Sequence[Prompted]], list[Sample]]
 """An answer to each prompt, or its next turn, at once: of an evaluation."""
 EVALUATION = -1
 """In place of a ticket."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,19 @@ class Scored:
     """None where it failed; of an answer that goes on, that of its turns until now."""
     appended: Appended | None = None
     """Of an answer that goes on: what the policy reads next."""
+    failed: str | None = None
+    """Why there is no reward."""
 
 
 class Scorer(ABC):
     """Never waits for a reward. A context manager: its processes end with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_failed: float) -> None:
+        """`max_failed`: `task.max_failed`."""
+        self._max_failed = max_failed
+        self._reason = ""
+        """Of the last reward that failed."""
+        self._warned = False
         self.failed = 0
         """Rewards that could not be computed, in time or at all."""
         self._life = 0
@@ -78,6 +90,15 @@ class Scorer(ABC):
         self._asked.clear()
         self._kept.clear()
 
+    def check(self, rewards: Sequence[float | None]) -> None:
+        """Raise RewardError where rewards of a batch or an evaluation failed: all, or more than `task.max_failed`."""
+        failed, size = list(rewards).count(None), len(rewards)
+        if failed and (failed == size or failed > self._max_failed * size):
+            raise RewardError(
+                f"{failed} of {size} rewards could not be computed (task.max_failed: {self._max_failed:g}), and for "
+                f"the last one {self._reason}; mend the reward, or let it return a number for such answers"
+            )
+
     @abstractmethod
     def drop(self, ticket: int, places: Sequence[int]) -> None:
         """Nothing more is asked about these answers."""
@@ -100,6 +121,19 @@ class Scorer(ABC):
     @abstractmethod
     def _arrived(self, timeout_s: float) -> list[tuple[Key, Scored]]:
         """What has come, in any life."""
+
+    def _failure(self, reason: str, prompt: Prompt) -> None:
+        """A reward failed: it is counted, and the first one of a run is shown with its row."""
+        self.failed += 1
+        self._reason = reason
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "the reward of an answer to the prompt %.200r could not be computed: %s; further ones are counted in "
+                "failed_rewards, and samples.jsonl has reasons",
+                prompt,
+                reason,
+            )
 
     def _taken(self, timeout_s: float) -> list[Scored]:
         """What has come of this life."""
@@ -141,7 +175,7 @@ def scorer_of(config: RLConfig, folder: Path | None) -> Scorer:
     if task.has_reward_model:
         from hyper_parallel.rl.controller.model_scorer import ModelScorer
 
-        return ModelScorer(config.rl)
+        return ModelScorer(config.rl, task.max_failed)
     if task.environment is None:
         return RewardScorer(task, folder)
     from hyper_parallel.rl.controller.environment_scorer import EnvironmentScorer
@@ -154,7 +188,9 @@ class RewardScorer(Scorer):
 
     def __init__(self, task: TaskConfig, folder: Path | None = None) -> None:
         """As `scorer_of`."""
-        super().__init__()
+        super().__init__(task.max_failed)
+        self._prompts: dict[Key, Prompt] = {}
+        """Of what the pool was asked."""
         self._pool = RewardPool(
             task.reward,
             workers=task.workers,
@@ -181,13 +217,16 @@ class RewardScorer(Scorer):
         self._pool.close()
 
     def _ask(self, key: Key, task: Mapping[str, Any], text: str) -> None:
-        self._pool.submit(key, prompt_of(task), text, task)
+        self._prompts[key] = prompt_of(task)
+        self._pool.submit(key, self._prompts[key], text, task)
 
     def _arrived(self, timeout_s: float) -> list[tuple[Key, Scored]]:
         found = []
         for key, reward in self._pool.results(timeout_s):
             assert isinstance(key, Key)
-            self.failed += reward.failed is not None
+            prompt = self._prompts.pop(key)
+            if reward.failed is not None:
+                self._failure(reward.failed, prompt)
             value = reward.value if reward.failed is None else None
-            found.append((key, Scored(key.ticket, key.place, value)))
+            found.append((key, Scored(key.ticket, key.place, value, failed=reward.failed)))
         return found

@@ -6,12 +6,14 @@ text without a call ends the episode and is judged as `math` judges it.
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from hyper_parallel.rl.environments.environment import Turn, prompt_of
-from hyper_parallel.rl.rewards.expression import parse
 from hyper_parallel.rl.rewards.math_expression import math_expression
 from hyper_parallel.rl.rewards.reward import Prompt
 
@@ -44,9 +46,55 @@ class Calculator:
 
 
 def evaluated(text: str) -> str:
-    """The value of an expression as a whole number or a fraction, or `error: ` and the reason."""
+    """The value of an expression of numbers, + - * / ^ and parentheses, as a whole number or a fraction; or `error: `
+    and the reason.
+    """
     try:
-        value = parse(text).rational
-    except ValueError as error:
-        return f"error: {error}"
-    return "error: it is no rational number" if value is None else str(value)
+        # Python's parser reads it; nothing but numbers and these operators is computed.
+        tree = ast.parse(text.strip().replace("^", "**"), mode="eval")
+        return str(_value(tree.body))
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except _TooLarge:
+        return "error: it is too large"
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "error: it is no expression of numbers"
+
+
+class _TooLarge(Exception):
+    pass
+
+
+_BITS = 10_000
+"""Of a numerator and a denominator."""
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=inner):
+            return -_value(inner) if isinstance(sign, ast.USub) else _value(inner)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, exponent = _value(left), _value(right)
+            if exponent.denominator != 1:
+                raise ValueError
+            if abs(exponent) * _bits(base) > _BITS:
+                raise _TooLarge
+            return Fraction(base ** int(exponent))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            value = _OPERATORS[type(op)](_value(left), _value(right))
+            if _bits(value) > _BITS:
+                raise _TooLarge
+            return value
+    raise ValueError
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())

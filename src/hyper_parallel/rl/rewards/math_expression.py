@@ -1,118 +1,179 @@
-r"""Equality of mathematical answers: numbers, fractions, roots and simple algebra, in plain text or LaTeX.
+r"""Equality of mathematical answers, as math-verify judges it (github.com/huggingface/Math-Verify).
 
-The answer is the last `\boxed{...}`; without one, the rest of the line after the last `####` or "answer is"; without
-either, the whole text. Both sides are computed exactly (`expression`), so that 1/2, 0.5 and \frac{2}{4} are equal and
-0.333 is not 1/3. A tuple or an interval is compared element by element in its order, a set in any order.
+What is equal is the library's to say. Around it stands what it leaves open or misreads:
+
+- which part of a text is the answer: the last `\boxed{...}` whose braces close; without one, the rest of the line after
+  the last `####` or "answer is"; without either, what the library finds in the whole text;
+- spellings: thousands (`1{,}000`, `1\,000`), repeating decimals (`0.\overline{3}`), parentheses around parentheses, and
+  i as the imaginary unit in `e^{i\pi}`;
+- a limit: the library's own is a signal of 5 s. Each answer is judged in a fork of this process (`limited_fork`), so
+  that a tower of powers costs the reward of its sample, and nothing else.
 
 Row: `answer`, a text or a list of texts of which one must be equal.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import cache
 from typing import Any
 
+from hyper_parallel.rl.rewards import limited_fork
 from hyper_parallel.rl.rewards.exact_match import normalized, reference_answers
-from hyper_parallel.rl.rewards.expression import LENGTH, parse
 from hyper_parallel.rl.rewards.reward import Prompt
 
-_PARTS = 32
-"""Elements of a tuple or a set."""
+LENGTH = 4000
+"""Characters of an answer, without the text around it; a longer one has no reward."""
+
+_BRACE = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+"""The begin of a box, an escaped letter, or a brace."""
 _MARK = re.compile(r"####|answer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
-_EQUATION = re.compile(r"\s*(\\?[A-Za-z]{1,8}\s*(?:\([a-z]\)\s*)?)=(?!=)(.*)", re.DOTALL)
-_THOUSANDS = re.compile(r"(?<=\d),\d{3}(?!\d)")
-_BRACES = (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"))
+_DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
+_DISPLAYED = re.compile(r"(?:\$\$|\\\[)(.*?)(?:\$\$|\\\])", re.DOTALL)
+_WORD = re.compile(r"(?<![\\A-Za-z{])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|or|and|in)\b)[A-Za-z]{2,}")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_LETTERS = re.compile(r"[A-Za-z][A-Za-z '.-]*")
+_LONG_WORD = re.compile(r"[A-Za-z]{4}")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\[,:; !]|,\\!|~)(?=\d{3}(?!\d))")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 
 
 def math_expression(prompt: Prompt, answer: str, task: Mapping[str, Any]) -> float:
     """1 if the answer equals a reference answer, else 0. Raises DataError for a row without one."""
-    found = extracted(answer)
-    return float(any(equal(found, extracted(text)) for text in reference_answers(task)))
+    references = reference_answers(task)
+    return float(equal(answer, references))
+
+
+def equal(answer: str, references: Sequence[str]) -> bool:
+    """Whether the answer in a text is one of `references`, as a text or by the library's judgement."""
+    part = extracted(answer)
+    if not part or len(part) > LENGTH:
+        return False
+    wanted = [extracted(text) for text in references]
+    words = _words(part)
+    if any(normalized(part) == normalized(text) or (words and words == _words(text)) for text in wanted):
+        return True
+    # The library reads a word as the product of its letters: "listen" would be "silent".
+    wanted = [text for text in wanted if not (words and _words(text))]
+    if not wanted:
+        return False
+    prepare()
+    return limited_fork.ask(lambda: _judged(part, wanted)) is True
 
 
 def extracted(answer: str) -> str:
-    """The part of a text that is its answer."""
-    start = answer.rfind("\\boxed")
-    if start >= 0 and (boxed := _braced(answer, start + len("\\boxed"))) is not None:
-        return boxed.strip()
+    """The part of a text that is its answer; empty where there is none."""
+    if (box := _last_box(answer)) is not None:
+        return box.strip().rstrip(".").strip()
     marks = list(_MARK.finditer(answer))
-    text = answer[marks[-1].end() :].strip().partition("\n")[0] if marks else answer
+    text = answer[marks[-1].end() :].lstrip(" \t\r\n*") if marks else answer
+    if marks:
+        displayed = _DISPLAYED.match(text)
+        text = displayed[1] if displayed else text.partition("\n")[0].rstrip("* \r")
     return text.strip().rstrip(".").strip()
 
 
-def equal(left: str, right: str) -> bool:
-    """Whether two answers are equal as texts or as values. What cannot be parsed equals only the same text."""
-    if max(len(left), len(right)) > LENGTH:
-        return False
-    if normalized(left) == normalized(right):
-        return bool(normalized(left))
-    (name, left), (other_name, right) = _named(left), _named(right)
-    if name and other_name and name != other_name:
-        return False
-    one, other = _elements(left), _elements(right)
-    if one[0] != other[0] or len(one[1]) != len(other[1]):
-        return False
-    kind, lefts, rights = one[0], one[1], list(other[1])
-    for part in lefts:
-        candidates = rights if kind == "\\{\\}" else rights[:1]
-        match = next((index for index, candidate in enumerate(candidates) if _same(part, candidate)), None)
-        if match is None:
-            return False
-        del rights[match]
-    return True
+def _words(text: str) -> str:
+    r"""A text that is words and no formula (`\text{Evelyn}`, or four letters or more in a row), without its dress."""
+    bare = _TEXT.sub(r"\1", text)
+    if not _LETTERS.fullmatch(bare) or (bare == text and not _LONG_WORD.search(bare)):
+        return ""
+    return normalized(bare, ignore_case=True)
 
 
-def _same(left: str, right: str) -> bool:
-    if normalized(left) == normalized(right):
+@cache
+def prepare() -> None:
+    """Import the library, once in a process, and fill the caches of its parser, which forks then have."""
+    import math_verify  # noqa: F401
+
+    # It warns that limits are off; these are the fork's.
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _judged(r"(\frac{1}{2}x+\sqrt{3})^2", [r"\frac{x^2}{4}+\sqrt{3}x+4"])
+    _judged(r"x \le 3 \text{ or } x=5", [r"\{1, 2\}"])
+
+
+def _judged(part: str, references: Sequence[str]) -> bool:
+    found = _parsed(part)
+    return any(_same(_parsed(text), found) for text in references)
+
+
+def _same(reference: list[Any], found: list[Any]) -> bool:
+    """Whether the library holds two parsed answers for equal; the first one says what form is wanted."""
+    from math_verify import verify
+
+    settings: dict[str, Any] = {"allow_set_relation_comp": True, "timeout_seconds": None}
+    if verify(reference, found, **settings):
         return True
-    try:
-        return parse(left).equals(parse(right))
-    except ValueError:
-        return False
+    # The library reads the i of $e^{i\pi}$ as a letter.
+    complexes = [_with_imaginary_unit(values) for values in (reference, found)]
+    return complexes != [reference, found] and bool(verify(*complexes, **settings))
 
 
-def _named(text: str) -> tuple[str, str]:
-    """The left side of "x = 5", which an answer may leave out, and the rest."""
-    equation = _EQUATION.fullmatch(text)
-    return ("".join(equation[1].split()), equation[2].strip()) if equation else ("", text)
+def _with_imaginary_unit(values: list[Any]) -> list[Any]:
+    from sympy import I
+
+    return [
+        value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
+        if hasattr(value, "free_symbols")
+        else value
+        for value in values
+    ]
 
 
-def _elements(text: str) -> tuple[str, list[str]]:
-    """(the kind of braces, the elements); a single value is its own element, of the kind ""."""
-    text = re.sub(r"\\(?:left|right|big|Big)(?![A-Za-z])", "", text).strip()
-    for opening, closing in _BRACES:
-        if text.startswith(opening) and text.endswith(closing):
-            parts = _split(text[len(opening) : -len(closing)])
-            # One number in parentheses is that number, and so is "(x+1)(x+2)", whose commas are none.
-            if parts is not None and (len(parts) > 1 or opening == "\\{"):
-                return opening + closing, parts
-    parts = _split(text, spaced=True)
-    return (",", parts) if parts is not None and len(parts) > 1 else ("", [text])
+def _parsed(part: str) -> list[Any]:
+    """What the library reads: of a formula as a whole, of a sentence what it finds in it."""
+    from math_verify import parse
+
+    text = _spelled(part)
+    prose = "\\" not in text and _WORD.search(text) and re.search(r"\d", text)
+    sentence = _DELIMITED.search(text.strip("$")) or prose
+    found: list[Any] = parse(text if sentence else f"\\boxed{{{text.strip('$')}}}", parsing_timeout=None)
+    return found
 
 
-def _split(text: str, spaced: bool = False) -> list[str] | None:
-    """At the commas outside of braces; None if these are not balanced. `spaced`: not where they divide thousands."""
-    parts, depth, start = [], 0, 0
+def _spelled(text: str) -> str:
+    """The same answer in spellings that the library reads."""
+    text = _REPEATING.sub(_fraction, _THOUSANDS.sub("", text))
+    return _single_parentheses(text)
+
+
+def _fraction(match: re.Match[str]) -> str:
+    """A repeating decimal as a fraction: a.b(c) = (abc − ab) / (10^|b| (10^|c| − 1))."""
+    whole, fixed, period = match.groups()
+    value = Fraction(
+        int(whole + fixed + period) - int(whole + fixed or "0"), 10 ** len(fixed) * (10 ** len(period) - 1)
+    )
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _single_parentheses(text: str) -> str:
+    """Without parentheses that hold nothing but parentheses: the library's parser needs seconds for a hundred."""
+    opened: list[int] = []
+    closes: dict[int, int] = {}
     for place, letter in enumerate(text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if depth < 0:
-            return None
-        if letter == "," and depth == 0 and not (spaced and _THOUSANDS.match(text, place)):
-            parts.append(text[start:place].strip())
-            start = place + 1
-    parts.append(text[start:].strip())
-    return parts if depth == 0 and len(parts) <= _PARTS else None
+        if letter == "(":
+            opened.append(place)
+        elif letter == ")" and opened:
+            closes[opened.pop()] = place
+    spare = {
+        place for start, end in closes.items() if closes.get(start + 1) == end - 1 for place in (start, end)
+    }
+    return "".join(letter for place, letter in enumerate(text) if place not in spare)
 
 
-def _braced(text: str, place: int) -> str | None:
-    """What stands between the brace at `place` and the one that closes it."""
-    rest = text[place:].lstrip()
-    if not rest.startswith("{"):
-        return None
-    depth = 0
-    for index, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return rest[1:index]
-    return None
+def _last_box(text: str) -> str | None:
+    """The content of the last box that closes; of a box in a box, that of the inner one. None without one."""
+    opened: list[tuple[int, bool]] = []
+    start = end = -1
+    for match in _BRACE.finditer(text):
+        if match[1] or match[0] == "{":
+            opened.append((match.end(), bool(match[1])))
+        elif match[0] == "}" and opened:
+            begin, is_box = opened.pop()
+            if is_box and begin > start:
+                start, end = begin, match.start()
+    return text[start:end] if start >= 0 else None

@@ -1,7 +1,6 @@
 """Tests of a program that a model wrote: each test runs in the sandbox, and is judged outside of it.
 
-The program is the last fenced block of the answer that is not marked as another language than Python; without a fence,
-the whole answer. Row: `tests`, a list of
+The program is the last fenced program of the answer (`fences`). Row: `tests`, a list of
 
 - `{"input": text, "output": text}`: the program reads standard input; outputs are compared without trailing spaces;
 - `{"expression": "f(1, 2)", "value": 3}`: evaluated after the program; the value is compared as JSON;
@@ -21,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.errors import DataError
+from hyper_parallel.rl.rewards.fences import program_of
 from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.rewards.sandbox import Isolation, Limits, run
 from hyper_parallel.untrusted import parse_json
 
-_PYTHON = ("", "python", "py", "python3")
 _TESTS = 1000
 
 _HARNESS = """\
@@ -34,7 +33,11 @@ def _call(program, expression):
     out = os.dup(1)
     os.dup2(2, 1)
     names = sys.modules["__main__"].__dict__
-    exec(compile(program, "program.py", "exec", dont_inherit=True), names)
+    try:
+        exec(compile(program, "program.py", "exec", dont_inherit=True), names)
+    except SystemExit as end:  # a script's own end, behind its functions
+        if end.code:
+            raise
     value = eval(compile(expression, "expression", "eval", dont_inherit=True), names)
     import json
     os.write(out, json.dumps(value).encode())
@@ -90,23 +93,6 @@ def code(
     if score == "all":
         return float(all(test.passes(program, limits, isolation) for test in tests))
     return sum(test.passes(program, limits, isolation) for test in tests) / len(tests)
-
-
-def program_of(answer: str) -> str:
-    """The program in an answer."""
-    program, language = answer, ""
-    block: list[str] | None = None
-    for line in [*answer.splitlines(keepends=True), "```"]:
-        fence = line.strip().startswith("```")
-        if fence and block is None:
-            block, language = [], line.strip().removeprefix("```").strip().lower()
-        elif fence and block is not None:
-            if language in _PYTHON:
-                program = "".join(block)
-            block = None
-        elif block is not None:
-            block.append(line)
-    return program
 
 
 def read_tests(task: Mapping[str, Any]) -> list[Test]:

@@ -6,6 +6,7 @@
 - no network, no view of other processes (network, PID, IPC and UTS namespaces), no privileges;
 - a file system of the Python installation, read-only, and an empty working folder in memory, which ends with it;
 - limits on CPU and wall time, memory, files, processes and output (setrlimit(2); the caller measures wall time);
+- no memory that these do not count: System V and POSIX objects of memory and messages are refused (seccomp(2));
 - an empty environment and no site packages. Sets have the same order in each run (PYTHONHASHSEED=0).
 
 What a machine does not allow is named in one warning, or refused (`isolation="required"`). The kernel is shared: a
@@ -28,6 +29,7 @@ from functools import cache
 from typing import Any, Literal
 
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.rl.rewards import seccomp
 from hyper_parallel.rl.rewards.sandbox_fork_server import ForkServer, forked, no_start
 
 Isolation = Literal["required", "preferred", "none"]
@@ -69,7 +71,7 @@ class Outcome:
     """Processor time of the program and the children that it waited for; 0 where a limit ended it."""
     wall_s: float
     missing: tuple[str, ...]
-    """What was not isolated: of `network`, `processes` and `files`."""
+    """What was not isolated: of `network`, `processes`, `files` and `shared memory`."""
 
     @property
     def succeeded(self) -> bool:
@@ -97,6 +99,7 @@ def run(
         "disk": limits.disk_bytes,
         "files": limits.open_files,
         "processes": limits.processes,
+        "filter": seccomp.refusing_ipc(),
     }
     message = marshal.dumps((settings, program.encode("utf-8", "replace").decode()))
     reading = _Reading(limits.output_bytes)

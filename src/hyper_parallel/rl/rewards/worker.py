@@ -42,7 +42,7 @@ def main(descriptor: int, parent: int) -> None:
             try:
                 reply = json.dumps(handler(message))
             except BaseException as error:
-                reply = json.dumps({"raised": line_of(error)})
+                reply = json.dumps({"raised": line_of(error) + _place_of(error)})
             _send(channel, f'{{"seconds": {time.monotonic() - began:.6f}, "reply": {reply}}}')
 
 
@@ -55,6 +55,10 @@ def rewards(name: str, folder: str, options: dict[str, Any]) -> Handler:
         from hyper_parallel.rl.rewards.sandbox import quiet
 
         quiet()  # the pool has warned
+    if name == "math":
+        from hyper_parallel.rl.rewards.math_expression import prepare
+
+        prepare()  # seconds, which the first answer's limit would have to hold
 
     def handle(message: dict[str, Any]) -> dict[str, Any]:
         return number_of(function(message["prompt"], message["answer"], message["task"]))
@@ -90,6 +94,19 @@ def line_of(error: BaseException) -> str:
         text = "(its message cannot be shown)"
     known = isinstance(error, HyperParallelError)
     return " ".join((text if known else f"{type(error).__name__}: {text}").split())[:500]
+
+
+def _place_of(error: BaseException) -> str:
+    """` (FILE, line N, in FUNCTION)`: the last frame of a traceback; empty for an error of HyperParallel."""
+    from traceback import extract_tb
+
+    from hyper_parallel.errors import HyperParallelError
+
+    frames = extract_tb(error.__traceback__)
+    if isinstance(error, HyperParallelError) or not frames:
+        return ""
+    last = frames[-1]
+    return f" ({os.path.basename(last.filename)}, line {last.lineno}, in {last.name})"
 
 
 def _handler(start: dict[str, Any]) -> Handler:
