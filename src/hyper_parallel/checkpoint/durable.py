@@ -145,6 +145,25 @@ def explain(error: OSError, path: Path, action: str = "write") -> CheckpointErro
     return CheckpointError(f"cannot {action} {path}: {why}")
 
 
+@contextlib.contextmanager
+def explained(out: Path) -> Iterator[None]:
+    """Raise as CheckpointError, in one line, what the file system refuses a run whose folder is `out`.
+
+    System errors that a user cannot fix are raised as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE) and not out.is_dir():
+            raise CheckpointError(
+                f"{out} was removed while the run was writing to it; run the same command again, and leave 'out' where "
+                "it is until the run has ended"
+            ) from error
+        if error.errno not in REFUSALS:
+            raise
+        raise explain(error, Path(error.filename or out)) from error
+
+
 def _room(path: Path) -> str:
     for folder in (path, *path.parents):
         if folder.is_dir():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hyper_parallel.cli.arguments import run_file
+from hyper_parallel.standard_streams import lasting_stdout
 
 if TYPE_CHECKING:
     from hyper_parallel.config.rl_run import RLConfig
@@ -85,12 +86,13 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
         from hyper_parallel.rl.run import run
         from hyper_parallel.rl.summary import lines
 
-        summary = run(config, folder=file.parent, stop=lambda: stopping, told=click.echo)
+        with lasting_stdout(config.wording.kept):
+            summary = run(config, folder=file.parent, stop=lambda: stopping, told=click.echo)
+            for line in lines(summary):
+                click.echo(line)
     finally:
         for number, before in handlers.items():
             signal.signal(number, before)
-    for line in lines(summary):
-        click.echo(line)
     if summary.stopped:
         sys.exit(130)
 
