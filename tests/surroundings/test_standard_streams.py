@@ -37,12 +37,12 @@ def test_a_stream_whose_reader_leaves_becomes_the_null_device() -> None:
 def test_a_full_pipe_that_does_not_block_is_waited_for() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    with subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.PIPE) as cat:
+    with subprocess.Popen(["wc", "-c"], stdin=reader, stdout=subprocess.PIPE) as count:
         os.close(reader)
         stream = lasting(writer, lambda error: None)
         stream.write("x" * 1_000_000 + "\n")
         stream.close()
-        assert cat.stdout is not None and len(cat.stdout.read()) == 1_000_001
+        assert count.stdout is not None and int(count.stdout.read()) == 1_000_001
 
 
 def test_a_process_without_standard_output_keeps_its_descriptors_and_says_so_once() -> None:

@@ -70,7 +70,7 @@ def test_a_run_whose_folder_is_removed_ends_at_the_next_record(tmp_path: Path) -
     trackers = build_trackers([], RunInfo(tmp_path / "out", {}, 0))
     trackers.log(1, {"loss": 1.0})
     shutil.rmtree(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="was removed while the run was writing to it"):
+    with pytest.raises(CheckpointError, match="its folder was removed while it was in use"):
         trackers.log(2, {"loss": 1.0})
 
 

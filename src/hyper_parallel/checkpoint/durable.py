@@ -22,6 +22,9 @@ REFUSALS = frozenset(
 """File-system errors that a user can fix; any other system error counts as a defect."""
 
 
+_REPEAT = "run the same command again, and leave 'out' where it is until the run has ended"
+
+
 @dataclass(frozen=True)
 class Written:
     """Bytes written to a file: counted and digested in memory, never read back."""
@@ -138,6 +141,8 @@ def explain(error: OSError, path: Path, action: str = "write") -> CheckpointErro
             why = "a file is in the way where a folder is needed; move it or put 'out' elsewhere"
         case errno.EISDIR:
             why = "a folder is in the way where a file is needed; move it or put 'out' elsewhere"
+        case errno.ENOENT | errno.ESTALE if action == "write":
+            why = f"its folder was removed while it was in use; {_REPEAT}"
         case errno.ENOENT:
             why = "it does not exist"
         case _:
@@ -155,10 +160,7 @@ def explained(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE) and not out.is_dir():
-            raise CheckpointError(
-                f"{out} was removed while the run was writing to it; run the same command again, and leave 'out' where "
-                "it is until the run has ended"
-            ) from error
+            raise explain(error, Path(error.filename or out)) from error
         if error.errno not in REFUSALS:
             raise
         raise explain(error, Path(error.filename or out)) from error

@@ -88,16 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     A HyperParallelError is printed on standard error without a traceback; the exit code is 2, or 1 if memory or a
     disk failed (FaultError). If a launcher started several workers on this machine, only the first one prints it.
-    Any other exception is a defect and shows its traceback; Python then exits with 1.
+    Without arguments the help is printed. Any other exception is a defect and shows its traceback; Python then exits
+    with 1.
     """
     standard_streams.begin()
+    given = sys.argv[1:] if arguments is None else arguments
     if arguments is None and sys.argv[1:2] and sys.argv[1] in _ANSWERS:
         _collect_nothing()
     try:
-        command.main(args=arguments, prog_name="hyper-parallel", standalone_mode=False)
+        command.main(args=list(given) or ["--help"], prog_name="hyper-parallel", standalone_mode=False)
     except click.ClickException as error:
         if _speaks():
-            given = sys.argv[1:] if arguments is None else arguments
             click.echo(f"{PREFIX}{printable(one_line(error, given))}", err=True)
             _report(one_line(error, given))
         sys.exit(error.exit_code)

@@ -65,6 +65,7 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
         click.echo("stopping: the step under way ends and is saved; once more ends at once", err=True)
 
     from hyper_parallel.cli.hub_models import fetched_rl
+    from hyper_parallel.cli.preflight import check_results
     from hyper_parallel.config.rl_run import load_rl
     from hyper_parallel.errors import ConfigError
 
@@ -74,6 +75,7 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
             f"{file}: --plan chooses the devices of roles, and they are written; add roles=auto to have them chosen"
         )
     config = fetched_rl(config)
+    check_results(config)
     handlers = {
         number: signal.signal(number, ask)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -6,14 +6,15 @@ making) is skipped by the reader and gone after the next resume: it blocks no ru
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.checkpoint.durable import explain, publish
-from hyper_parallel.errors import CheckpointError
 from hyper_parallel.train.trackers.tracker import Record, RunInfo
 from hyper_parallel.untrusted import open_regular, open_to_append
 
@@ -62,10 +63,7 @@ class RecordFile:
         file was removed: what is written to it then would be lost without a word.
         """
         if not self.path.exists():
-            raise CheckpointError(
-                f"{self.path} was removed while the run was writing to it; run the same command again, and leave 'out' "
-                "where it is until the run has ended"
-            )
+            raise explain(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), self.path)
         self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self._file.flush()
 
