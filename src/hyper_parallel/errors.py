@@ -65,6 +65,10 @@ class LaunchError(HyperParallelError):
     """Workers that could not be started or that died; names the rank."""
 
 
+class PlaceError(LaunchError):
+    """A launcher's worker whose place is impossible. Only this process knows, so it prints the error itself."""
+
+
 class WorkersFailedError(LaunchError):
     """Workers started by this process ended with `code`; their error has been shown already."""
 

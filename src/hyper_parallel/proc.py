@@ -1,13 +1,27 @@
-"""Bytes that Linux states in files of lines such as ``MemAvailable:  123 kB``."""
+"""Processes and the system as Linux describes them: memory, the holders of file locks, the limit on open files."""
 
 from __future__ import annotations
 
+import logging
+import os
+import resource
+import time
 from pathlib import Path
+
+from hyper_parallel.errors import LaunchError
+
+log = logging.getLogger(__name__)
 
 MEMORY = "/proc/meminfo"
 """The system's memory."""
 PROCESS = "/proc/self/status"
 """This process's."""
+LOCKS = Path("/proc/locks")
+"""The locks of processes that this one can see (proc_locks(5))."""
+SAID_S = 3.0
+"""Seconds before a wait for a lock is worth a line."""
+WANTED_FILES, LEAST_FILES, FILES_PER_WORKER = 4096, 128, 8
+"""Open files that a run asks the system for, and those without which it cannot start workers."""
 
 
 def bytes_in(path: str, key: str) -> int | None:
@@ -20,3 +34,90 @@ def bytes_in(path: str, key: str) -> int | None:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def lock_holder(path: Path) -> int | None:
+    """The number of the process that locked a file with flock; None where nothing here says so.
+
+    It is the process that asked for the lock. A process that it forked may have it still when that one has ended.
+    """
+    try:
+        inode = path.stat().st_ino
+        rows = [line.split() for line in LOCKS.read_text().splitlines()]
+    except OSError:
+        return None
+    for (
+        row
+    ) in rows:  # `1: FLOCK ADVISORY WRITE 4021 fe:01:2093 0 EOF`; waiting ones have `->` in the second place
+        if len(row) >= 6 and row[1] == "FLOCK" and row[5].rpartition(":")[2] == str(inode):
+            return int(row[4]) if int(row[4]) > 0 else None  # 0: a process of another container
+    return None
+
+
+class LockWait:
+    """The wait for one lock file: says after `SAID_S` who holds it, and sees when that process is dead."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._began: float | None = None
+        self._said = False
+
+    def holder_ended(self) -> bool:
+        """Whether the process that took the lock has ended, so that nobody works under it. Called while it is held."""
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        if now - self._began < SAID_S:
+            return False
+        holder = lock_holder(self._path)
+        if holder is not None and not _runs(holder):
+            log.warning(
+                "the lock %s is left over from process %d, which has ended; going on without it",
+                self._path,
+                holder,
+            )
+            return True
+        if not self._said:
+            self._said = True
+            # A worker of the same run is at work for all of them, which the run itself shows.
+            level = (
+                logging.INFO if holder is not None and _parent(holder) == os.getppid() else logging.WARNING
+            )
+            who = f"process {holder}" if holder is not None else "a process that this machine does not show"
+            log.log(level, "waiting for the lock %s, which %s holds", self._path, who)
+        return False
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _parent(process: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def room_for_files(workers: int) -> None:
+    """Raise this process's limit on open files, which its workers inherit, as far as the system lets it.
+
+    Raises LaunchError if `workers` workers cannot be started with it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= WANTED_FILES:
+        return
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    least = LEAST_FILES + FILES_PER_WORKER * workers
+    if wanted < least:
+        raise LaunchError(
+            f"this process may open {wanted} files, and {workers} workers need {least}; raise the limit (ulimit -n, "
+            "LimitNOFILE of a service, or the container's)"
+        )

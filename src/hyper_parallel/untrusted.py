@@ -5,7 +5,8 @@ expands to a thousand times its size when it is parsed. Every reader of a checkp
 cache uses these functions:
 
 - `open_regular`, `open_within`: a descriptor of a regular file, and of nothing else; never blocks.
-- `open_lock`, `own_folder`: a lock file, and a folder that only this user can write to, created if missing.
+- `open_to_append`, `open_lock`, `own_folder`: a file that a run goes on with, a lock file, and a folder that only this
+  user can write to, created if missing.
 - `read_bytes`, `read_json`: reads with a limit on bytes and on nesting depth.
 - `is_plain_name`: whether a name from a file can be joined to a folder and stay inside it.
 """
@@ -166,6 +167,27 @@ def open_lock(path: str | os.PathLike[str]) -> int:
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return os.open(path, flags, 0o644)
+
+
+def open_to_append(path: str | os.PathLike[str]) -> int:
+    """A descriptor for appending to a regular file, which is created if missing. Symbolic links are followed.
+
+    Raises OSError, with the reason in words, for anything else, and never blocks: a pipe without a reader would.
+    """
+    # Not blocking matters to pipes only; a regular file is written to as always.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            _refuse_irregular(os.stat(path))
+        raise
+    try:
+        _refuse_irregular(os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def own_folder(path: str | os.PathLike[str]) -> None:

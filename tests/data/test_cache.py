@@ -56,6 +56,13 @@ def test_a_changed_or_cut_file_is_never_read(
     assert read_array(path) is None
 
 
+def test_a_file_under_anothers_name_counts_as_absent(tmp_path: Path) -> None:
+    write(tmp_path / "a", [1])
+    (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes())
+    assert read_array(tmp_path / "b") is None
+    assert read_array(tmp_path / "a") is not None
+
+
 def test_absent_and_foreign_files_are_none(tmp_path: Path) -> None:
     assert read_array(tmp_path / "a") is None
     (tmp_path / "a").write_text("something else")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.errors import LaunchError
+from hyper_parallel.errors import LaunchError, PlaceError
 from hyper_parallel.launch.launcher_env import WorkerPlace, detect, first_node, split_address, tasks_on_node
 
 _TORCHRUN = {
@@ -33,6 +33,20 @@ def test_no_launcher() -> None:
 
 def test_torchrun() -> None:
     assert detect(_TORCHRUN, "127.0.0.1:0") == WorkerPlace("torchrun", 5, 8, 1, 4, "10.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (_TORCHRUN | {"RANK": "8"}, r"the rank 8 of 8, and ranks are 0 to 7; correct RANK and WORLD_SIZE"),
+        (_TORCHRUN | {"RANK": "-1"}, r"the rank -1 of 8"),
+        (_TORCHRUN | {"LOCAL_RANK": "4"}, r"the local rank 4 of 4"),
+        (_SRUN | {"SLURM_PROCID": "7"}, r"slurm gives this process the rank 7 of 7"),
+    ],
+)
+def test_a_place_outside_the_world_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(PlaceError, match=message):
+        detect(environ, "127.0.0.1:0")
 
 
 def test_torchrun_without_a_meeting_point_takes_the_stated_one_or_is_refused() -> None:

@@ -452,6 +452,9 @@ def test_ranks_and_runs_may_write_at_once(tmp_path: Path) -> None:
     with fake_ranks(2, 0):
         content = store.find("a" * 32)
         assert content is not None
+        (path,) = _files(tmp_path)
+        path.with_name("b" * 32 + ".graph").write_bytes(content)
+        assert store.find("b" * 32) is None  # another step's graph
         read = store.read(content, _recipe("llama", SHARD).handle)
     assert read is not None
     assert _rows(read[0]) == _rows(found.plain)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hyper_parallel.errors import ConfigError
+from hyper_parallel.errors import CheckpointError, ConfigError
 from hyper_parallel.train.trackers import RunInfo, Trackers, build_trackers, register_tracker
 
 
@@ -41,6 +43,35 @@ def test_a_resume_replaces_the_steps_that_it_does_again(tmp_path: Path) -> None:
     steps = [r for r in _records(tmp_path) if "loss" in r]
     assert [(r["step"], r["loss"]) for r in steps] == [(1, 1), (2, 2), (3, 3), (4, 304), (5, 305), (6, 306)]
     assert sum("sample" in r for r in _records(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe\x00rest\n", b"7\n", b"[1]\n", b'{"loss": 1}\n', b'{"step": "3"}\n', b"[" * 100_000 + b"\n"],
+)
+def test_a_line_that_is_no_record_is_skipped_and_gone(line: bytes, tmp_path: Path) -> None:
+    _run(tmp_path, 0, 2)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(line)
+    _run(tmp_path, 2, 3)
+    assert [r["step"] for r in _records(tmp_path) if "loss" in r] == [1, 2, 3]
+
+
+def test_a_pipe_in_the_files_place_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(
+        CheckpointError, match=r"cannot read .*metrics.jsonl: it is a pipe, and a file is needed"
+    ):
+        _run(tmp_path, 1, 2)
+
+
+def test_a_run_whose_folder_is_removed_ends_at_the_next_record(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    trackers = build_trackers([], RunInfo(tmp_path / "out", {}, 0))
+    trackers.log(1, {"loss": 1.0})
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="its folder was removed while it was in use"):
+        trackers.log(2, {"loss": 1.0})
 
 
 def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ REFUSALS = frozenset(
 """File-system errors that a user can fix; any other system error counts as a defect."""
 
 
+_REPEAT = "run the same command again, and leave 'out' where it is until the run has ended"
+
+
 @dataclass(frozen=True)
 class Written:
     """Bytes written to a file: counted and digested in memory, never read back."""
@@ -138,11 +141,29 @@ def explain(error: OSError, path: Path, action: str = "write") -> CheckpointErro
             why = "a file is in the way where a folder is needed; move it or put 'out' elsewhere"
         case errno.EISDIR:
             why = "a folder is in the way where a file is needed; move it or put 'out' elsewhere"
+        case errno.ENOENT | errno.ESTALE if action == "write":
+            why = f"its folder was removed while it was in use; {_REPEAT}"
         case errno.ENOENT:
             why = "it does not exist"
         case _:
             why = error.strerror or type(error).__name__
     return CheckpointError(f"cannot {action} {path}: {why}")
+
+
+@contextlib.contextmanager
+def explained(out: Path) -> Iterator[None]:
+    """Raise as CheckpointError, in one line, what the file system refuses a run whose folder is `out`.
+
+    System errors that a user cannot fix are raised as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE) and not out.is_dir():
+            raise explain(error, Path(error.filename or out)) from error
+        if error.errno not in REFUSALS:
+            raise
+        raise explain(error, Path(error.filename or out)) from error
 
 
 def _room(path: Path) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import click
 
+from hyper_parallel import standard_streams
 from hyper_parallel._version import __version__
 from hyper_parallel.cli.calibrate import calibrate
 from hyper_parallel.cli.convert import convert
@@ -25,7 +26,7 @@ from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
 from hyper_parallel.cli.usage_errors import one_line
 from hyper_parallel.cli.verify import verify
-from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, WorkersFailedError
+from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, PlaceError, WorkersFailedError
 from hyper_parallel.untrusted import printable
 
 _ANSWERS = ("simulate", "plan")
@@ -87,22 +88,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     A HyperParallelError is printed on standard error without a traceback; the exit code is 2, or 1 if memory or a
     disk failed (FaultError). If a launcher started several workers on this machine, only the first one prints it.
-    Any other exception is a defect and shows its traceback; Python then exits with 1.
+    Without arguments the help is printed. Any other exception is a defect and shows its traceback; Python then exits
+    with 1.
     """
+    standard_streams.begin()
+    given = sys.argv[1:] if arguments is None else arguments
     if arguments is None and sys.argv[1:2] and sys.argv[1] in _ANSWERS:
         _collect_nothing()
     try:
-        command.main(args=arguments, prog_name="hyper-parallel", standalone_mode=False)
+        command.main(args=list(given) or ["--help"], prog_name="hyper-parallel", standalone_mode=False)
     except click.ClickException as error:
         if _speaks():
-            given = sys.argv[1:] if arguments is None else arguments
             click.echo(f"{PREFIX}{printable(one_line(error, given))}", err=True)
             _report(one_line(error, given))
         sys.exit(error.exit_code)
     except WorkersFailedError as error:
         sys.exit(error.code)
     except HyperParallelError as error:
-        if _speaks():
+        if isinstance(error, PlaceError) or _speaks():
             for line in str(error).split("\n"):
                 click.echo(f"{PREFIX}{printable(line)}", err=True)
             _report(printable(str(error)))

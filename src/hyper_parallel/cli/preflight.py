@@ -10,6 +10,7 @@ from typing import Any
 from hyper_parallel.config import RunConfig
 from hyper_parallel.config.data import BUILTIN
 from hyper_parallel.config.model import read_config
+from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.data.sources import find
 from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import ConfigError, DataError
@@ -34,8 +35,16 @@ def check(config: RunConfig, *, writes: bool = True) -> None:
     _nodes(config)
     _layers(config)
     if writes:
-        _trackers(config)
-        _out(Path(config.out).expanduser())
+        check_results(config)
+
+
+def check_results(config: RunConfig | RLConfig) -> None:
+    """Check that a run's results can be written: its trackers are installed, and its folder can be made.
+
+    Raises ConfigError.
+    """
+    _trackers(config)
+    _out(Path(config.out).expanduser())
 
 
 def _text(config: RunConfig) -> None:
@@ -106,7 +115,7 @@ def _nodes(config: RunConfig) -> None:
         )
 
 
-def _trackers(config: RunConfig) -> None:
+def _trackers(config: RunConfig | RLConfig) -> None:
     for tracker in config.trackers:
         _installed(tracker, f"trackers names {tracker}", tracker)
 

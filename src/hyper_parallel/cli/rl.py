@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hyper_parallel.cli.arguments import run_file
+from hyper_parallel.standard_streams import lasting_stdout
 
 if TYPE_CHECKING:
     from hyper_parallel.config.rl_run import RLConfig
@@ -64,6 +65,7 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
         click.echo("stopping: the step under way ends and is saved; once more ends at once", err=True)
 
     from hyper_parallel.cli.hub_models import fetched_rl
+    from hyper_parallel.cli.preflight import check_results
     from hyper_parallel.config.rl_run import load_rl
     from hyper_parallel.errors import ConfigError
 
@@ -73,6 +75,7 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
             f"{file}: --plan chooses the devices of roles, and they are written; add roles=auto to have them chosen"
         )
     config = fetched_rl(config)
+    check_results(config)
     handlers = {
         number: signal.signal(number, ask)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,12 +88,13 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
         from hyper_parallel.rl.run import run
         from hyper_parallel.rl.summary import lines
 
-        summary = run(config, folder=file.parent, stop=lambda: stopping, told=click.echo)
+        with lasting_stdout(config.wording.kept):
+            summary = run(config, folder=file.parent, stop=lambda: stopping, told=click.echo)
+            for line in lines(summary):
+                click.echo(line)
     finally:
         for number, before in handlers.items():
             signal.signal(number, before)
-    for line in lines(summary):
-        click.echo(line)
     if summary.stopped:
         sys.exit(130)
 

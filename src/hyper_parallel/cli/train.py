@@ -9,6 +9,7 @@ import click
 
 from hyper_parallel.cli.arguments import run_file
 from hyper_parallel.cli.interrupts import interruptible
+from hyper_parallel.standard_streams import lasting_stdout
 
 
 @click.command(short_help="Train what a run file describes.")
@@ -65,5 +66,6 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
         check(run)
         check_memory(run)
         entry = "planner.auto" if run.open else "train"
-        code = launch.run(run, f"hyper_parallel.{entry}.entry:main")
+        with lasting_stdout(run.wording.kept):
+            code = launch.run(run, f"hyper_parallel.{entry}.entry:main")
     sys.exit(code)

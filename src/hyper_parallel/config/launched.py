@@ -19,6 +19,8 @@ class Wording:
     """What is not lost when they are killed."""
     resume: str
     """How the run goes on after a failure."""
+    kept: str | None = None
+    """What has the results when standard output is lost and the run goes on. None: the output is the result."""
 
 
 class Launched(Protocol):

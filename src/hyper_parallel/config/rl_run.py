@@ -33,6 +33,7 @@ class RLConfig(Section):
         stopping="the step under way ends and is saved",
         safe="committed checkpoints are safe",
         resume="run the same command again: it continues from the last committed checkpoint",
+        kept="'out' has its metrics and logs",
     )
 
     version: Literal[1]

@@ -26,6 +26,7 @@ class RunConfig(Section):
         stopping="the workers finish their step and save",
         safe="committed checkpoints are safe",
         resume="run the same command again: it continues from the last committed checkpoint",
+        kept="'out' has its metrics and logs",
     )
 
     version: Literal[1]

@@ -1,8 +1,9 @@
 """Cached array files, verified on reading and built by one process at a time.
 
-An array file is one line of JSON (format, dtype, count, BLAKE2b digest of the bytes, and the writer's metadata), padded
-to 4096 bytes, then the little-endian elements. It is written under a temporary name and renamed when complete, so that
-readers see all of it or nothing; a truncated or changed file does not match its header and counts as absent.
+An array file is one line of JSON (format, name, dtype, count, BLAKE2b digest of the bytes, and the writer's metadata),
+padded to 4096 bytes, then the little-endian elements. It is written under a temporary name and renamed when complete,
+so that readers see all of it or nothing; a file that is truncated, changed, or under another's name does not match its
+header and counts as absent.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import DataError
+from hyper_parallel.proc import LockWait
 from hyper_parallel.untrusted import open_lock, open_regular, parse_json
 
 T = TypeVar("T")
@@ -32,8 +34,9 @@ _HEADER = 4096
 _DTYPES = {name: np.dtype(name) for name in ("|u1", "<u2", "<u4", "<i8")}
 """The element types of array files."""
 _POLL_SECONDS = 0.05
-# A dead holder frees its lock at once (the kernel closes its files); this bounds the wait where it does not,
-# as on a network file system whose other host has vanished. Building twice is only slower, never wrong.
+# A dead holder frees its lock at once (the kernel closes its files), unless a process that it forked has it still,
+# which `LockWait` sees; this bounds the wait elsewhere, as on a network file system whose other host has vanished.
+# Building twice is only slower, never wrong.
 _LOCK_SECONDS = 1800.0
 
 
@@ -61,6 +64,7 @@ class ArrayWriter:
         """Writes the header with `meta`, and renames the file to its final name."""
         line = {
             "format": _FORMAT,
+            "name": self._path.name,
             "dtype": self._dtype.str,
             "count": self.count,
             "digest": self._digest.hexdigest(),
@@ -92,6 +96,9 @@ def read_array(path: Path) -> tuple[NDArray[Any], dict[str, Any]] | None:
             dtype, count = _DTYPES[line["dtype"]], line["count"]
             if type(count) is not int or count < 0 or not isinstance(line["meta"], dict):
                 raise ValueError("no count")
+            if line.get("name", path.name) != path.name:  # its elements are whole, and those of another key
+                log.warning("%s is a copy of %s; it is made again", path, line["name"])
+                return None
             if os.fstat(file.fileno()).st_size != _HEADER + dtype.itemsize * count:
                 log.warning("%s is cut short; it is made again", path)
                 return None
@@ -149,12 +156,14 @@ def _locked(path: Path, timeout: float = _LOCK_SECONDS) -> Iterator[bool]:
     """Holds an exclusive lock on a file; yields False if the caller has to work without it."""
     with os.fdopen(open_lock(path), "wb", buffering=0) as file:
         deadline = time.monotonic() + timeout
-        alone = False
+        alone, wait = False, LockWait(path)
         while not alone:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 alone = True
             except BlockingIOError:
+                if wait.holder_ended():
+                    break
                 if time.monotonic() > deadline:
                     log.warning("waited %.0f s for %s; going on without it", timeout, path)
                     break

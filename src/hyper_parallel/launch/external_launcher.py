@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hyper_parallel.config.launched import Launched
-from hyper_parallel.errors import PREFIX
+from hyper_parallel.errors import PREFIX, LaunchError
 from hyper_parallel.launch import logs, stop
 from hyper_parallel.launch.control import ControlThread
 from hyper_parallel.launch.failure import Failure
@@ -21,6 +21,8 @@ from hyper_parallel.launch.store_link import StoreLink
 from hyper_parallel.launch.torchelastic_report import let_others_come, report_reason
 from hyper_parallel.launch.watchdog import Suspect
 from hyper_parallel.launch.worker import work
+from hyper_parallel.launch.world import wrong_world
+from hyper_parallel.proc import room_for_files
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -30,15 +32,12 @@ _SHOWN = "hyper_parallel/shown"
 
 def run_joined(config: Launched, target: str, place: WorkerPlace) -> int:
     """Run the target as the launcher's worker in this process; returns the exit code (see `launch.run`)."""
-    world = place.world if config.open else config.effective_strategy.world
-    if place.world != world:
+    room_for_files(1)
+    # On several machines it is said once the ranks have met: another run file of one machine may be the reason.
+    if place.one_machine and (reason := wrong_world(config, place)) is not None:
         if not speaks(os.environ):
             let_speak()
         elif place.rank == 0:
-            reason = (
-                f"{place.launcher} started {place.world} workers, but the strategy's axes multiply to {world} "
-                f"({config.effective_strategy.product}); start {world}, or change the axes"
-            )
             _say(f"{PREFIX}{reason}")
             report_reason(reason)
             let_others_come()
@@ -72,7 +71,13 @@ def run_joined(config: Launched, target: str, place: WorkerPlace) -> int:
     lost = watch_steps(config.out)
     with ControlThread(link, grace=config.launch.grace, force=True, safe=config.wording.safe):
         held = run_lock(config.out) if place.rank == 0 else contextlib.nullcontext()
-        with held, logs.recording(logs.path_of(config.out, place.rank), terminal):
+        log = logs.path_of(config.out, place.rank)
+        with held, contextlib.ExitStack() as undo:
+            try:
+                undo.enter_context(logs.recording(log, terminal, config.wording.kept))
+            except LaunchError as error:
+                _say(f"{PREFIX}{error}")
+                return 2
             code = work(place, config, target, report, connected=link.connect)
         link.settle()
         link.close()

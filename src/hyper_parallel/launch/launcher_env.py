@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hyper_parallel.errors import LaunchError
+from hyper_parallel.errors import LaunchError, PlaceError
 
 Launcher = Literal["local", "torchrun", "slurm", "mpi"]
 
@@ -127,6 +127,13 @@ def _at(
     rendezvous: str,
     default: tuple[str, int] | None = None,
 ) -> WorkerPlace:
+    for kind, index, count in (("rank", rank, world), ("local rank", local_rank, local_world)):
+        if not 0 <= index < count:
+            names = "RANK and WORLD_SIZE" if kind == "rank" else "LOCAL_RANK and LOCAL_WORLD_SIZE"
+            raise PlaceError(
+                f"{launcher} gives this process the {kind} {index} of {count}, and {kind}s are 0 to {count - 1}; "
+                f"correct {names if launcher == 'torchrun' else 'its environment'} in the launch script"
+            )
     stated = split_address(rendezvous)
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         address: tuple[str, int] | None = (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))

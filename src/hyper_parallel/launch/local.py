@@ -27,6 +27,7 @@ from hyper_parallel.launch.run_lock import run_lock
 from hyper_parallel.launch.stop import SAVE, STOPS, handling
 from hyper_parallel.launch.watchdog import Activities, Watchdog
 from hyper_parallel.launch.world import workers_of
+from hyper_parallel.proc import room_for_files
 
 SETTLE_S = 3.0
 """Seconds that a lost connection waits for the failure that explains it."""
@@ -51,6 +52,7 @@ def run_local(config: Launched, target: str) -> int:
             "or launch.nodes"
         )
     share = world // launch.nodes
+    room_for_files(share)
     host, port = split_address(launch.rendezvous)
     first = launch.node_rank == 0
     # Bound before anything is started, so that a taken port costs no time and a free one cannot be taken.

@@ -18,6 +18,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
 
+from hyper_parallel.errors import LaunchError
+from hyper_parallel.standard_streams import lasting, loss_line
+from hyper_parallel.untrusted import open_to_append
+
 _log = logging.getLogger(__name__)
 _position: ContextVar[Callable[[], str]] = ContextVar("position", default=str)
 
@@ -45,20 +49,20 @@ def path_of(out: str | Path, rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def recording(path: Path, terminal: tuple[int, int] | None) -> Iterator[None]:
+def recording(path: Path, terminal: tuple[int, int] | None, kept: str | None = None) -> Iterator[None]:
     """Send logging, warnings, `print` and native output to `path` while inside.
 
     `terminal` has the file descriptors of standard output and error for the rank that prints (rank 0); with None
-    everything goes to the file. Raises OSError when the file cannot be opened.
+    everything goes to the file. `kept` (`Wording.kept`): the loss of the terminal is a line, and not an error. Raises
+    LaunchError when the file cannot be opened.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", buffering=1, errors="backslashreplace") as file, contextlib.ExitStack() as undo:
+    with _opened(path) as file, contextlib.ExitStack() as undo:
         if terminal is not None:
             out, error = (os.dup(descriptor) for descriptor in terminal)
             _tell_size(out)
             _redirect_descriptors(file, undo)
-            undo.enter_context(contextlib.redirect_stdout(_text(out, undo)))
-            undo.enter_context(contextlib.redirect_stderr(_text(error, undo)))
+            undo.enter_context(contextlib.redirect_stdout(_output(out, kept, undo)))
+            undo.enter_context(contextlib.redirect_stderr(undo.enter_context(lasting(error, _lost_errors))))
         else:
             _redirect_descriptors(file, undo)
             undo.enter_context(contextlib.redirect_stdout(file))
@@ -67,6 +71,16 @@ def recording(path: Path, terminal: tuple[int, int] | None) -> Iterator[None]:
         faulthandler.enable(file)
         undo.callback(faulthandler.disable)
         yield
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(open_to_append(path), "a", buffering=1, errors="backslashreplace")
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write the log {path}: {error.strerror}; move what is there, or set 'out'"
+        ) from error
 
 
 class _File(logging.StreamHandler[TextIO]):
@@ -143,8 +157,18 @@ def _redirect_descriptors(file: TextIO, undo: contextlib.ExitStack) -> None:
         os.dup2(file.fileno(), descriptor)
 
 
-def _text(descriptor: int, undo: contextlib.ExitStack) -> TextIO:
-    return undo.enter_context(open(descriptor, "w", buffering=1, errors="backslashreplace"))
+def _output(descriptor: int, kept: str | None, undo: contextlib.ExitStack) -> TextIO:
+    if kept is None:
+        return undo.enter_context(open(descriptor, "w", buffering=1, errors="backslashreplace"))
+
+    def lost(error: OSError) -> None:
+        _log.warning("%s", loss_line(error, kept))
+
+    return undo.enter_context(lasting(descriptor, lost))
+
+
+def _lost_errors(error: OSError) -> None:
+    _log.warning("standard error can no longer be written to: %s", error.strerror, extra={"terminal": False})
 
 
 def _tell_size(descriptor: int) -> None:

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from hyper_parallel.untrusted import open_regular
+
 _TAIL = 1 << 16
 """Bytes at the end of the metrics file that contain the last step."""
 
@@ -61,9 +63,9 @@ def _mark(path: Path) -> tuple[int, int, int] | None:
 def _last_step(path: Path) -> int | None:
     """The last step whose update is recorded."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            lines = file.read().splitlines()
+            lines = file.readall().splitlines()
     except OSError:
         return None
     for line in reversed(lines):

@@ -170,6 +170,7 @@ def _become_worker(job: _Job, index: int, server: int, channel: Connection) -> N
 def _work(job: _Job, index: int) -> int:
     import atexit
 
+    from hyper_parallel.errors import LaunchError
     from hyper_parallel.launch import logs
     from hyper_parallel.launch.control import CommandLink, ControlThread
     from hyper_parallel.launch.failure import Failure
@@ -196,7 +197,12 @@ def _work(job: _Job, index: int) -> int:
     config = getattr(importlib.import_module(module), name).model_validate_json(job.message["config"])
     files = job.message["logs"]
     log = Path(files[index]) if files else logs.path_of(config.out, place.rank)
-    with ControlThread(link, obeys=not driven), logs.recording(log, terminal):
+    with ControlThread(link, obeys=not driven), contextlib.ExitStack() as undo:
+        try:
+            undo.enter_context(logs.recording(log, terminal, config.wording.kept))
+        except LaunchError as error:
+            report(failure := Failure.of(place.rank, error), None)
+            return failure.exit_code
         pulse.write_to(board.slot(index))
         code = work(place, config, job.message["target"], report, listener, calls=calls)
         atexit._run_exitfuncs()  # trackers flush what they hold

@@ -7,6 +7,7 @@ import os
 from hyper_parallel.config.launch import LaunchConfig
 from hyper_parallel.config.launched import Launched
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.launch.launcher_env import WorkerPlace
 
 
 def workers_of(config: Launched) -> int:
@@ -40,3 +41,14 @@ def devices_here(launch: LaunchConfig) -> tuple[int, str]:
                 return found.device_count(), f"{found.name} devices"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores, "cores"
+
+
+def wrong_world(config: Launched, place: WorkerPlace) -> str | None:
+    """The error line if a launcher started another number of workers than the strategy's axes need; else None."""
+    world = place.world if config.open else config.effective_strategy.world
+    if place.world == world:
+        return None
+    return (
+        f"{place.launcher} started {place.world} workers, but the strategy's axes multiply to {world} "
+        f"({config.effective_strategy.product}); start {world}, or change the axes"
+    )

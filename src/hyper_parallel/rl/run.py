@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.checkpoint.durable import explained
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.errors import RewardError
 from hyper_parallel.launch.folder import RunFolder
 from hyper_parallel.launch.roles.interface import Engine
 from hyper_parallel.launch.run_lock import run_lock
+from hyper_parallel.proc import room_for_files
 from hyper_parallel.rl.controller.batch_report import BatchReport
 from hyper_parallel.rl.controller.controller import Controller, LoopState
 from hyper_parallel.rl.controller.evaluation import Accuracy, evaluate
@@ -73,8 +75,9 @@ def run(
     Raises ConfigError, DataError, StrategyError and the like for what the file asks for, GroupError where workers were
     lost more often than `roles.restarts`.
     """
+    room_for_files(sum(len(plan.devices) for plan in groups_of(config)) if not config.roles.open else 1)
     prompts = Prompts(config)
-    with run_lock(config.out), scorer_of(config, folder) as scorer:
+    with explained(Path(config.out)), run_lock(config.out), scorer_of(config, folder) as scorer:
         RunFolder(config.out).make()
         if config.roles.open:
             try:

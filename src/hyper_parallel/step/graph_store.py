@@ -1,9 +1,9 @@
 """A folder of captured steps: what was captured and rewritten once is read by later runs of the same step.
 
 A step has a file by its key (`graph_key`), in the part of the cache that only this user can write to. The file names
-the sources that its code was loaded from; where one has changed, or the file is damaged, the step is captured anew and
-written over it. It is written aside and put in place at once, so that ranks and runs may share the folder. The oldest
-files go where there are too many.
+its key and the sources that its code was loaded from; where the file is another key's, a source has changed, or the
+file is damaged, the step is captured anew and written over it. It is written aside and put in place at once, so that
+ranks and runs may share the folder. The oldest files go where there are too many.
 
 All ranks come to the same order of collectives whether they read the step or capture it: what decides the order is part
 of the key, what is read is what the same code made of it, and a run compares orders before its first step
@@ -78,9 +78,11 @@ class GraphStore:
         try:
             path = own(self._folder) / f"{key}.graph"
             content = read_bytes(open_regular(path, links=False), LARGEST)
-            changed = [
-                file for file, digest in about(content)["sources"].items() if source_digest(file) != digest
-            ]
+            told = about(content)
+            if told["key"] != key:  # moved or copied here: its graph is whole, and another step's
+                log.info(_ANEW, f"{path} is of another step, {told['key']}")
+                return None
+            changed = [file for file, digest in told["sources"].items() if source_digest(file) != digest]
             if changed:
                 log.info("the cached step is of other code: %s has changed", changed[0])
                 return None
@@ -111,6 +113,7 @@ class GraphStore:
         """Keep a step; where that is not possible, it is logged, and nothing else happens."""
         try:
             told = {
+                "key": key,
                 "sources": sources(),
                 "groups": group_rows(step.groups),
                 "loop": None if loop is None else _of_loop(loop),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.checkpoint.durable import REFUSALS, explain
+from hyper_parallel.checkpoint.durable import explained
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data.export_assets import ends_of
 from hyper_parallel.errors import CheckpointError, HyperParallelError
@@ -54,17 +54,13 @@ class Trainer:
 
     def _run(self, worker: Worker) -> Summary:
         out = Path(self.config.out)
-        try:
+        with explained(out):
             if worker.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)
             screen = sys.stdout if worker.rank == 0 else None
             with stop.interruptible(), pulse.operation("preparing"), announcing(screen):
                 run = _Run(RunParts.of(self.config, self._model, worker))
             return run.run()
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            raise explain(error, Path(error.filename or out)) from error
 
 
 class _Run:

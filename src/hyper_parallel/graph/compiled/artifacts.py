@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from hyper_parallel.proc import LockWait
 from hyper_parallel.untrusted import open_lock, own_folder
 
 T = TypeVar("T")
@@ -53,10 +54,11 @@ def obtain(
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, T] = {}
     made = 0
+    waits = {name: LockWait(folder / f"{name}.lock") for name in make}
     while len(found) < len(make):
         before = len(found)
         for name in make.keys() - found.keys():
-            with _locked(folder / f"{name}.lock") as alone:
+            with _locked(folder / f"{name}.lock", waits[name]) as alone:
                 if not alone:
                     continue
                 place = folder / name
@@ -112,13 +114,13 @@ def _of_file(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Tries to hold an exclusive lock; yields False when another process holds it."""
+def _locked(path: Path, wait: LockWait) -> Iterator[bool]:
+    """Tries to hold an exclusive lock; yields False when another process holds it that lives."""
     with os.fdopen(open_lock(path), "wb", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
+            yield wait.holder_ended()
             return
         except OSError:  # a file system without locks: making a thing twice is slower, never wrong
             pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -36,16 +35,13 @@ class Recorder:
     def open(self, step: int) -> None:
         """From this step on; what was recorded of later ones is void."""
         # Imports torch for TensorBoard: after the workers were started.
-        from hyper_parallel.train.trackers import RunInfo, build_trackers
+        from hyper_parallel.train.trackers import RecordFile, RunInfo, build_trackers
 
         self.close()
         out = Path(self._config.out)
         info = RunInfo(out=out, config=self._config.model_dump(mode="json"), start=step)
         self._trackers = build_trackers(self._config.trackers, info)
-        path = out / SAMPLES
-        kept = _lines_up_to(path, step)
-        path.write_text("".join(kept), encoding="utf-8")
-        self._samples = path.open("a", encoding="utf-8")
+        self._samples = RecordFile(out / SAMPLES, step)
         self._begun = self._last = time.monotonic()
         self._last_step = step
 
@@ -92,19 +88,21 @@ class Recorder:
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """The answers of a batch's first group, with their rewards or why there is none."""
-        for one in samples[: self._config.rl.group]:
-            line = {
-                "step": step,
-                "prompt": one.task.get("prompt", one.task.get("messages")),
-                **({"turns": list(one.turns)} if one.turns else {}),
-                "answer": one.text,
-                "reward": one.reward,
-                **({"failed": one.failed} if one.failed is not None else {}),
-                "versions": [min(one.versions), max(one.versions)],
-                "tokens": len(one.tokens),
-            }
-            self._samples.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._samples.flush()
+        self._samples.write(
+            *(
+                {
+                    "step": step,
+                    "prompt": one.task.get("prompt", one.task.get("messages")),
+                    **({"turns": list(one.turns)} if one.turns else {}),
+                    "answer": one.text,
+                    "reward": one.reward,
+                    **({"failed": one.failed} if one.failed is not None else {}),
+                    "versions": [min(one.versions), max(one.versions)],
+                    "tokens": len(one.tokens),
+                }
+                for one in samples[: self._config.rl.group]
+            )
+        )
 
     def evaluation(self, step: int, found: Accuracy) -> None:
         """Of held-out prompts."""
@@ -121,17 +119,3 @@ class Recorder:
             self._trackers.close()
             self._samples.close()
             self._trackers = self._samples = None
-
-
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    """Of a run that goes on: those of the steps until then."""
-    if step == 0 or not path.exists():
-        return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off by a crash
-    return kept

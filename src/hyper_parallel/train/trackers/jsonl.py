@@ -1,34 +1,70 @@
-"""`metrics.jsonl`: a JSON object a line, with `step`; a step stands in it once, also after a resume."""
+"""Files of JSON objects, one a line, each with its `step`: `metrics.jsonl`, which every run writes, and its like.
+
+A step stands in a file once, also after a resume. A line that is no record (cut off by a crash, or bytes of a disk's
+making) is skipped by the reader and gone after the next resume: it blocks no run.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from hyper_parallel.checkpoint.durable import publish
+from hyper_parallel.checkpoint.durable import explain, publish
 from hyper_parallel.train.trackers.tracker import Record, RunInfo
+from hyper_parallel.untrusted import open_regular, open_to_append
 
 
-class MetricsFile:
-    """Appends a line for each record, flushed at once so that the file can be followed."""
+def records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The records of a file, each with its line; none if the file is missing.
 
-    def __init__(self, run: RunInfo) -> None:
-        self.path = run.out / "metrics.jsonl"
-        kept = _lines_up_to(self.path, run.start)
+    Raises CheckpointError for what is no regular file, or cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            lines = file.readall().split(b"\n")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise explain(error, path, "read") from error
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # not JSON, or not UTF-8
+            continue
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            yield line + b"\n", record
+
+
+class RecordFile:
+    """Appends a line for each record."""
+
+    def __init__(self, path: Path, start: int, *, texts: bool = True) -> None:
+        """Keep what was recorded of steps up to `start`, of a run that begins anew nothing. `texts`: also records with
+        text, such as the sample at the end, which a run that goes on writes again.
+        """
+        self.path = path
+        kept = [
+            line
+            for line, record in (records(path) if start else ())
+            if record["step"] <= start
+            and (texts or not any(isinstance(value, str) for value in record.values()))
+        ]
         # Replaced whole, so that a crash here loses nothing.
-        publish(self.path, "".join(kept).encode())
-        self._file = self.path.open("a", encoding="utf-8")
+        publish(path, b"".join(kept))
+        self._file = open(open_to_append(path), "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
 
-    def log(self, step: int, record: Record) -> None:
-        """One line; a value that is not finite is written as null, which JSON can hold."""
-        values = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """One line with the text under its name."""
-        self._file.write(json.dumps({"step": step, name: text}, ensure_ascii=False) + "\n")
+    def write(self, *rows: Mapping[str, Any]) -> None:
+        """Append records, flushed at once so that the file can be followed. Raises OSError, and CheckpointError if the
+        file was removed: what is written to it then would be lost without a word.
+        """
+        if not self.path.exists():
+            raise explain(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), self.path)
+        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self._file.flush()
 
     def close(self) -> None:
@@ -36,19 +72,22 @@ class MetricsFile:
         self._file.close()
 
 
-def _lines_up_to(path: Path, start: int) -> list[str]:
-    """The lines of steps up to `start`, of a run that begins anew none; a line cut off by a crash is dropped.
+class MetricsFile:
+    """`metrics.jsonl` in the run's folder, as a tracker."""
 
-    The text at the end of the earlier run goes too: the run that goes on writes its own.
-    """
-    if start == 0 or not path.exists():
-        return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record["step"] <= start and not any(isinstance(value, str) for value in record.values()):
-            kept.append(line if line.endswith("\n") else line + "\n")
-    return kept
+    def __init__(self, run: RunInfo) -> None:
+        self.path = run.out / "metrics.jsonl"
+        self._file = RecordFile(self.path, run.start, texts=False)
+
+    def log(self, step: int, record: Record) -> None:
+        """One line; a value that is not finite is written as null, which JSON can hold."""
+        values = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._file.write({"step": step, **values})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """One line with the text under its name."""
+        self._file.write({"step": step, name: text})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
