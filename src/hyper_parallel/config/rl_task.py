@@ -42,8 +42,8 @@ class TaskConfig(Section):
     workers: PositiveInt = 1
     """Processes that compute rewards."""
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The share of a batch's answers, or of an evaluation's, whose rewards may fail (raise, take too long, be no
-    number); the run ends where more do, or all."""
+    """The share of a batch's answers whose rewards may fail (raise, take too long, be no number); the run ends where
+    more do, or all."""
     shuffle_rewards: bool = False
     """Give rewards to other answers than they belong to: a control, with which nothing can be learnt."""
 

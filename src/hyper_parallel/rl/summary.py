@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from hyper_parallel.rl.controller.recorder import shown
 from hyper_parallel.rl.run import RLSummary
 from hyper_parallel.units import format_seconds
 
@@ -14,7 +15,7 @@ def lines(summary: RLSummary) -> list[str]:
     if summary.before is not None and summary.after is not None:
         for name in ("sampled", "greedy"):
             before, after = getattr(summary.before, name), getattr(summary.after, name)
-            found.append(f"held-out reward, {name + ':':8} {before:.3f} → {after:.3f}")
+            found.append(f"held-out reward, {name + ':':8} {shown(before)} → {shown(after)}")
     found.append(
         f"{summary.steps} steps, {summary.tokens:,} tokens trained, in {format_seconds(summary.seconds)}"
         + (f"; groups of workers started again: {summary.restarts}" if summary.restarts else "")

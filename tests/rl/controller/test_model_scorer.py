@@ -17,7 +17,7 @@ OPERATIONS = (*["submit"] * 5, "take", "take", "give", "lose", "drop", "resume")
 
 
 def scorer(staleness: int) -> ModelScorer:
-    return ModelScorer(rl_config("run", rl={"group": SIZE, "staleness": staleness}).rl)
+    return ModelScorer(rl_config("run", rl={"group": SIZE, "staleness": staleness}).rl, 0.5)
 
 
 def answer(ticket: int, place: int, text: str = "") -> Sample:

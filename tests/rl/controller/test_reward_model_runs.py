@@ -17,7 +17,7 @@ from harness.reward_folders import plain_scores, reward_folder
 from harness.rl_faults import faulted, left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
 from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.errors import ConfigError, UnsupportedModelError
+from hyper_parallel.errors import ConfigError, RewardError, UnsupportedModelError
 from hyper_parallel.rl.run import run
 
 APART = {"actor": {"devices": 0}, "rollout": {"devices": 1, "page": 16}}
@@ -138,12 +138,27 @@ def test_conversations(tmp_path: Path) -> None:
 
 def test_answers_that_are_too_long_have_no_reward(tmp_path: Path) -> None:
     folder = reward_folder(tmp_path / "scores")
-    own = {"devices": "2-3", "strategy": {"axes": {"tensor": 2}}, "max_length": 7}
-    config = reward_config(tmp_path, folder, roles={**APART, "reward": own})
+    own = {"devices": "2-3", "strategy": {"axes": {"tensor": 2}}, "max_length": 10}
+    config = reward_config(
+        tmp_path,
+        folder,
+        roles={**APART, "reward": own},
+        task={"max_failed": 0.99},
+        rl={"max_tokens": 16},
+    )
     summary = run(config)
     assert summary.steps == 3
-    # "123=" and an answer of 4 tokens.
+    # "123=" and an answer of 7 tokens or more.
     assert summary.failed_rewards > 0
+
+
+def test_answers_that_are_all_too_long_end_the_run(tmp_path: Path) -> None:
+    folder = reward_folder(tmp_path / "scores")
+    own = {"devices": "2-3", "strategy": {"axes": {"tensor": 2}}, "max_length": 4}
+    with pytest.raises(
+        RewardError, match=r"max_length, or its score is not finite; raise roles.reward.max_length"
+    ):
+        run(reward_config(tmp_path, folder, roles={**APART, "reward": own}))
 
 
 def test_a_head_of_two_labels(tmp_path: Path) -> None:

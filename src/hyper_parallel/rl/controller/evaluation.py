@@ -18,10 +18,10 @@ SEED = 2**31
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Mean rewards of held-out prompts."""
+    """Mean rewards of held-out prompts; None where none could be computed."""
 
-    sampled: float
-    greedy: float
+    sampled: float | None
+    greedy: float | None
     prompts: int
 
 
@@ -40,9 +40,9 @@ def mean_reward(
     scorer: Scorer,
     step: int,
     temperature: float,
-) -> float:
-    """Of one answer to each prompt. One without a reward counts 0; by a reward model, whose scores have no zero that
-    means anything, it does not count. Raises RewardError where all failed, or more than `task.max_failed`."""
+) -> float | None:
+    """Of one answer to each prompt; None where no reward could be computed. One without a reward counts 0; by a reward
+    model, whose scores have no zero that means anything, it does not count."""
 
     def answers(asked: Sequence[Prompted]) -> list[Sample]:
         found: list[Sample] = rollout.ask(
@@ -51,7 +51,9 @@ def mean_reward(
         return found
 
     rewards = scorer.all_of(answers, rows, config.rl.max_tokens)
-    scorer.check(rewards)
+    known = [one for one in rewards if one is not None]
+    if not known:
+        return None
     if config.task.has_reward_model:
-        return statistics.fmean(one for one in rewards if one is not None)
+        return statistics.fmean(known)
     return statistics.fmean(reward or 0.0 for reward in rewards)

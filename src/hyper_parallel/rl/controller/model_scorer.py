@@ -23,6 +23,8 @@ _NO_SCORE = "the answer is longer than the reward model's max_length, or its sco
 class ModelScorer(Scorer):
     """Asks a group that has the role `reward`."""
 
+    MEND = "raise roles.reward.max_length, or lower rl.max_tokens"
+
     def __init__(self, rl: RLTraining, max_failed: float) -> None:
         super().__init__(max_failed)
         self._size, self._in_groups = rl.group, rl.staleness == 0

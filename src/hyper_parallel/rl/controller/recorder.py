@@ -78,9 +78,8 @@ class Recorder:
             done = report.step - self._last_step
             seconds = (now - self._last) / max(done, 1)
             self._last, self._last_step = now, report.step
-            reward = "none" if report.reward is None else f"{report.reward:.3f}"
             self._told(
-                f"step {report.step:4d}/{steps}   reward {reward}   "
+                f"step {report.step:4d}/{steps}   reward {shown(report.reward)}   "
                 f"length {record['response_length']:.1f}   "
                 f"staleness {record['staleness_mean']:.1f}   equal groups {record['groups_without_variance']:.0f}   "
                 f"{seconds:.2f} s/step"
@@ -107,9 +106,10 @@ class Recorder:
     def evaluation(self, step: int, found: Accuracy) -> None:
         """Of held-out prompts."""
         if self._trackers is not None:
-            self._trackers.log(step, {f"eval_{key}": float(value) for key, value in asdict(found).items()})
+            known = {key: value for key, value in asdict(found).items() if value is not None}
+            self._trackers.log(step, {f"eval_{key}": float(value) for key, value in known.items()})
         self._told(
-            f"step {step:4d}   held out: reward {found.sampled:.3f} sampled, {found.greedy:.3f} greedy "
+            f"step {step:4d}   held out: reward {shown(found.sampled)} sampled, {shown(found.greedy)} greedy "
             f"({found.prompts} prompts)"
         )
 
@@ -119,3 +119,8 @@ class Recorder:
             self._trackers.close()
             self._samples.close()
             self._trackers = self._samples = None
+
+
+def shown(reward: float | None) -> str:
+    """A mean reward in a line; `none` where none could be computed."""
+    return "none" if reward is None else f"{reward:.3f}"

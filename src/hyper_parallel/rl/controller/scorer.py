@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from hyper_parallel.config.rl_run import RLConfig
 from hyper_parallel.config.rl_task import TaskConfig
@@ -52,6 +52,9 @@ class Scored:
 class Scorer(ABC):
     """Never waits for a reward. A context manager: its processes end with it."""
 
+    MEND: ClassVar = "mend the reward, or let it return a number for such answers"
+    """What helps where rewards fail."""
+
     def __init__(self, max_failed: float) -> None:
         """`max_failed`: `task.max_failed`."""
         self._max_failed = max_failed
@@ -91,12 +94,12 @@ class Scorer(ABC):
         self._kept.clear()
 
     def check(self, rewards: Sequence[float | None]) -> None:
-        """Raise RewardError where rewards of a batch or an evaluation failed: all, or more than `task.max_failed`."""
+        """Raise RewardError where rewards of a batch failed: all, or more than `task.max_failed`."""
         failed, size = list(rewards).count(None), len(rewards)
         if failed and (failed == size or failed > self._max_failed * size):
             raise RewardError(
                 f"{failed} of {size} rewards could not be computed (task.max_failed: {self._max_failed:g}), and for "
-                f"the last one {self._reason}; mend the reward, or let it return a number for such answers"
+                f"the last one {self._reason}; {self.MEND}"
             )
 
     @abstractmethod
