@@ -13,6 +13,7 @@ import pytest
 from hyper_parallel.cli.main import command, main
 from hyper_parallel.errors import ConfigError
 
+RL_EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo-sort.yaml"
 RUN = """\
 version: 1
 out: {out}
@@ -178,3 +179,20 @@ def test_of_a_launchers_workers_the_first_says_that_it_was_interrupted(
         main(["train", "run.yaml"])
     assert ended.value.code == 130
     assert capsys.readouterr().err.strip() == said
+
+
+def test_the_command_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    assert capsys.readouterr().out.startswith("Usage: hyper-parallel [OPTIONS] COMMAND")
+
+
+@pytest.mark.parametrize("override", ["out=text.txt", "out=text.txt/runs", 'trackers=["wandb"]'])
+def test_rl_and_train_say_the_same_of_their_results(
+    override: str, run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = []
+    for arguments in (("train", str(run_file)), ("rl", str(RL_EXAMPLE))):
+        assert end(*arguments, override) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] and said[0].count("\n") == 1
