@@ -127,7 +127,7 @@ def test_settings_of_attention_that_are_not_known(monkeypatch: pytest.MonkeyPatc
 
 def test_empty_prompts_and_texts_without_a_tokenizer() -> None:
     generator = Generator(small("llama"))
-    with pytest.raises(DataError, match="the prompt is empty"):
+    with pytest.raises(DataError, match="the prompt has no tokens"):
         generator([[]])
     with pytest.raises(DataError, match="no tokenizer"):
         generator(["def"])
