@@ -108,7 +108,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is held back."""
-        if self._trackers is not None:
-            self._trackers.close()
-            self._samples.close()
-            self._trackers = self._samples = None
+        for file in (self._trackers, self._samples):
+            if file is not None:  # where `open` failed, there may be one without the other
+                file.close()
+        self._trackers = self._samples = None
