@@ -68,6 +68,8 @@ class Place:
     command: str
     undone: list[Callable[[], object]] = field(default_factory=list)
     held_s: float = 0.0
+    begun: float = field(default_factory=time.monotonic)
+    """When the fault came."""
 
     @property
     def out(self) -> Path:
@@ -295,6 +297,7 @@ def disturbed(place: Place, case: Row) -> list[int | None]:
             metrics.exists() and len(metrics.read_bytes().splitlines()) >= 3
         ):
             time.sleep(0.005)
+        place.begun = time.monotonic()
         if fault == REMOVALS[0]:
             shutil.rmtree(place.out)
         else:
@@ -338,9 +341,8 @@ def result_of(case: Row, folder: Path) -> Row:
     (place.folder / "said.txt").unlink()
     if case["moment"] != "resume":
         shutil.rmtree(place.out)
-    begun = time.monotonic()
     codes = disturbed(place, case)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - place.begun
     text = said(place)
     errors = list(dict.fromkeys(line for line in text.splitlines() if line.startswith(PREFIX)))
     several = len(codes) > 1

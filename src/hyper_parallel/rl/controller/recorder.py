@@ -115,10 +115,10 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is held back."""
-        if self._trackers is not None:
-            self._trackers.close()
-            self._samples.close()
-            self._trackers = self._samples = None
+        for file in (self._trackers, self._samples):
+            if file is not None:  # where `open` failed, there may be one without the other
+                file.close()
+        self._trackers = self._samples = None
 
 
 def shown(reward: float | None) -> str:
