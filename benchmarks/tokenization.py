@@ -237,14 +237,10 @@ def counted(name: str, texts: int, seed: int = 0, long: bool = True) -> dict[str
 def lines(result: Any) -> Iterable[str]:
     """The table of docs/data.md."""
     rows = [
-        (name, *(f"{found[key]:,}" for key in ("text", "answer", "chat", "prompt")), found["wrong"])
+        (name, *(f"{found[key]:,}" for key in ("text", "answer", "chat")), found["wrong"])
         for name, found in result["kinds"].items()
     ]
-    return table(
-        "Tokenizer | Texts | Prompts with responses | Conversations | Prompts to answer | Wrong",
-        rows,
-        "lrrrrr",
-    )
+    return table("Tokenizer | Texts | Prompts with responses | Conversations | Wrong", rows, "lrrrr")
 
 
 BENCHMARK = Benchmark("tokenization", {"data.md": lines})
