@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import fx
 
 from hyper_parallel.cluster import MEASURED, Cluster
 from hyper_parallel.graph import Pass, StepGraph, is_collective
@@ -55,6 +56,11 @@ def order_digest(step: StepGraph) -> list[float]:
     digest = hashlib.blake2b(digest_size=DIGEST)
     for node in step.nodes:
         if is_collective(node):
-            kinds = [(value.dtype, tuple(value.shape)) for value in values_of(node)]
-            digest.update(f"{node.name} {node.target} {group_of(step, node).axis} {kinds}\n".encode())
+            digest.update(f"{node.name} {described(step, node)}\n".encode())
     return [float(byte) for byte in digest.digest()]
+
+
+def described(step: StepGraph, node: fx.Node) -> str:
+    """A collective's operator, axis, dtypes and shapes."""
+    kinds = [(value.dtype, tuple(value.shape)) for value in values_of(node)]
+    return f"{node.target} {group_of(step, node).axis} {kinds}"

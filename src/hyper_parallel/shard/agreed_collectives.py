@@ -134,7 +134,7 @@ class AgreedCollectives:
         escalates, written = self._end_pass([wrote])
         if escalates:
             self._escalate()
-            written = self._any([wrote])
+            written = self._axes.any([wrote])
         self._pass = None
         if not self._forwards:
             self._release()
@@ -217,7 +217,7 @@ class AgreedCollectives:
         else:
             self._join_the_rest(now)
             # The others come here at the end of their pass.
-            self._any([True, *self._flags_of(now)])
+            self._axes.any([True, *self._flags_of(now)])
         self._escalate(event)
 
     def _end_pass(self, flags: list[bool]) -> tuple[bool, list[bool]]:
@@ -225,7 +225,7 @@ class AgreedCollectives:
         now = self._pass
         assert now is not None
         if self._held is not None:
-            return False, self._any(flags)
+            return False, self._axes.any(flags)
         # Gradients that came after their unit's were reduced: of a weight that is used elsewhere too.
         late = now.key[0] == "backward" and any(
             one.has_gradient for group, one in self._trained if group.flags.reduce
@@ -237,7 +237,7 @@ class AgreedCollectives:
         else:
             late |= now.position < len(now.script)
             self._join_the_rest(now)
-        differs, *some = self._any([late, *flags])
+        differs, *some = self._axes.any([late, *flags])
         return differs, some
 
     def _flags_of(self, now: _Pass) -> list[bool]:
@@ -279,7 +279,7 @@ class AgreedCollectives:
             group.flags = _HELD
             group.finish_gather()
         # Where ranks differ, a rank may have gathered what another has freed again.
-        missing = self._any([not group.is_gathered for group in self.groups])
+        missing = self._axes.any([not group.is_gathered for group in self.groups])
         for group, is_missing in zip(self.groups, missing, strict=True):
             if is_missing:
                 group.free()
@@ -305,7 +305,7 @@ class AgreedCollectives:
                 self._escalate()
         if self._held is not None:
             self._reduce_all()
-            some = self._any(self._unreduced)
+            some = self._axes.any(self._unreduced)
         for place, (group, one) in enumerate(self._trained):
             if not some[place] and not self._before[place]:
                 one.sharded.grad = None
@@ -331,9 +331,6 @@ class AgreedCollectives:
         self._held = None
 
     # Agreement.
-
-    def _any(self, flags: list[bool]) -> list[bool]:
-        return self._axes.any(flags)
 
     def _at_one(self, event: int) -> bool:
         """Whether all ranks are at this event. A collective."""

@@ -11,14 +11,11 @@ from torch import fx
 
 from hyper_parallel.errors import BudgetError, CaptureError, FollowsError
 from hyper_parallel.graph import StepGraph, is_collective
-from hyper_parallel.graph.collective_groups import group_of
-from hyper_parallel.graph.ir import values_of
+from hyper_parallel.overlap.collective_order import DIGEST, described
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.units import format_bytes
 
 T = TypeVar("T")
-DIGEST = 8
-"""Bytes of a digest."""
 
 
 def agreed(
@@ -74,8 +71,7 @@ def program_digest(step: StepGraph) -> bytes:
     names |= zip(returned, step.outputs, strict=True)
     for node in step.nodes:
         if is_collective(node):
-            kinds = [(value.dtype, tuple(value.shape)) for value in values_of(node)]
-            text.update(f"{_whose(node, names)} {node.target} {group_of(step, node).axis} {kinds}\n".encode())
+            text.update(f"{_whose(node, names)} {described(step, node)}\n".encode())
     text.update(" ".join(step.outputs).encode())
     return text.digest()
 

@@ -27,8 +27,7 @@ class PromptLengths:
     def accept(self, row: Mapping[str, Any]) -> bool:
         """Whether a row stays. Raises DataError for a prompt without tokens, and for one that is too long if that is an
         error."""
-        asked = prompt_fields(row)
-        ids = prompt_ids(self._tokenizer, asked["prompt"], asked["options"])
+        ids = prompt_ids(self._tokenizer, **prompt_fields(row))
         try:
             fitting(ids, self._config, self._tokens, self._overlong)
         except DataError:
