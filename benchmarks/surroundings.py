@@ -232,7 +232,7 @@ def locked(place: Place, dead: bool) -> Iterator[None]:
     holder = subprocess.Popen([sys.executable, "-c", script, str(seconds), *paths], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
-    place.held_s = 4 * LATE_S if dead else seconds
+    place.held_s = LATE_S if dead else seconds
     try:
         yield
     finally:

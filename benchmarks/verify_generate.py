@@ -88,7 +88,7 @@ def main(
 ) -> bool:
     """Run what is missing; whether a cell is wrong."""
     quiet()
-    rows = Rows(BENCHMARK, again=again, summary=summary)
+    rows = Rows(BENCHMARK, summary=summary)
     wanted = (
         CELLS
         if not more
@@ -102,7 +102,7 @@ def main(
     reference = cache(
         lambda family: Reference(small_model(family), MORE_TOKENS) if more else Reference(family, TOKENS)
     )
-    for name in rows.missing(wanted, only):
+    for name in rows.missing(wanted, only, again):
         family, axes, memory = wanted[name]
         outcome = run_cell(reference(family), AXES[axes], memory)
         print(f"{name}: {outcome.outcome} {outcome.detail}", flush=True)

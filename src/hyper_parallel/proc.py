@@ -88,20 +88,23 @@ class LockWait:
 
 
 def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
-    return True
+    """Whether a process has not ended. One that its parent has not waited for (a zombie) has."""
+    fields = _status(process)
+    # Another user's process may be hidden from this one.
+    return fields[0] not in "ZX" if fields else Path(f"/proc/{process}").exists()
 
 
 def _parent(process: int) -> int | None:
+    fields = _status(process)
+    return int(fields[1]) if fields else None
+
+
+def _status(process: int) -> list[str]:
+    """What /proc/PID/stat says behind the name: the state, the parent, and so on; empty where it cannot be read."""
     try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def room_for_files(workers: int) -> None:
@@ -117,7 +120,8 @@ def room_for_files(workers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     least = LEAST_FILES + FILES_PER_WORKER * workers
     if wanted < least:
+        need = "a worker needs" if workers == 1 else f"{workers} workers need"
         raise LaunchError(
-            f"this process may open {wanted} files, and {workers} workers need {least}; raise the limit (ulimit -n, "
+            f"this process may open {wanted} files, and {need} {least}; raise the limit (ulimit -n, "
             "LimitNOFILE of a service, or the container's)"
         )

@@ -97,11 +97,14 @@ def test_products_of_all_forms() -> None:
         torch.matmul(flat, weight, out=out)
         scaled = torch.addmm(bias, flat, weight, beta=2)
         odd = flat[:17] @ weight
+        odd_batch = torch.bmm(x[:, :17], batch)
     for one, other in zip(blocked, plain, strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(out, flat @ weight)
     torch.testing.assert_close(scaled, torch.addmm(bias, flat, weight, beta=2))
     torch.testing.assert_close(odd, flat[:17] @ weight)
+    torch.testing.assert_close(odd_batch, torch.bmm(x[:, :17], batch))
+    assert odd_batch.is_contiguous(), "models view it"
 
 
 def test_products_inside_other_operators() -> None:

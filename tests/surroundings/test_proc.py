@@ -21,7 +21,7 @@ from hyper_parallel.proc import LockWait, lock_holder, room_for_files
 
 
 @contextlib.contextmanager
-def _left_behind(path: Path) -> Iterator[int]:
+def _left_behind(path: Path, waited_for: bool) -> Iterator[int]:
     """A lock whose holder has ended, while a process that it forked has the file open still."""
     ready, said = os.pipe()
     holder = os.fork()
@@ -34,11 +34,13 @@ def _left_behind(path: Path) -> Iterator[int]:
             os._exit(0)
         os.write(said, f"{child}\n".encode())
         os._exit(0)
-    os.waitpid(holder, 0)
+    os.waitid(os.P_PID, holder, os.WEXITED | (0 if waited_for else os.WNOWAIT))
     child = int(os.read(ready, 20))
     try:
         yield holder
     finally:
+        if not waited_for:
+            os.waitpid(holder, 0)
         os.kill(child, 9)
         os.close(ready)
         os.close(said)
@@ -74,11 +76,12 @@ def test_nothing_is_said_of_a_short_wait(tmp_path: Path, caplog: pytest.LogCaptu
     assert not wait.holder_ended() and not caplog.records
 
 
+@pytest.mark.parametrize("waited_for", [True, False], ids=["gone", "zombie"])
 def test_a_lock_of_a_dead_holder_is_taken_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    waited_for: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proc, "SAID_S", 0.1)
-    with _left_behind(tmp_path / "a.lock") as holder:
+    with _left_behind(tmp_path / "a.lock", waited_for) as holder:
         with cache._locked(tmp_path / "a.lock", timeout=20) as alone:
             assert not alone  # works without it: building twice is slower, never wrong
         assert f"left over from process {holder}, which has ended" in caplog.text

@@ -67,3 +67,16 @@ def test_a_workers_lost_terminal_is_in_its_log(tmp_path: Path) -> None:
     with os.fdopen(errors) as file:
         assert file.read().count("the run goes on, and 'out' has it") == 1
     assert (tmp_path / "rank-0.log").read_text().count("can no longer be written to (Broken pipe)") == 1
+
+
+def test_a_command_whose_result_is_its_output_ends_without_it() -> None:
+    command = [sys.executable, "-m", "hyper_parallel", "--help"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "hyper-parallel: error: cannot write to standard output: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")

@@ -97,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _collect_nothing()
     try:
         command.main(args=list(given) or ["--help"], prog_name="hyper-parallel", standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
         if _speaks():
             click.echo(f"{PREFIX}{printable(one_line(error, given))}", err=True)

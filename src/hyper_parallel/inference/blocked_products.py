@@ -77,10 +77,13 @@ def _batched(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tens
     filling = -rows % block
     parts = pad(x, (0, 0, 0, filling)).split(block, 1)
     if bias is None:
-        return torch.cat([torch.bmm(part, weight) for part in parts], 1)[:, :rows]
-    biases = pad(bias.expand(x.size(0), rows, weight.size(2)), (0, 0, 0, filling)).split(block, 1)
-    products = [torch.baddbmm(own, part, weight) for own, part in zip(biases, parts, strict=True)]
-    return torch.cat(products, 1)[:, :rows]
+        products = [torch.bmm(part, weight) for part in parts]
+    else:
+        biases = pad(bias.expand(x.size(0), rows, weight.size(2)), (0, 0, 0, filling)).split(block, 1)
+        products = [torch.baddbmm(own, part, weight) for own, part in zip(biases, parts, strict=True)]
+    # Cut before they are joined: models view the result as if it were PyTorch's, which is contiguous.
+    products[-1] = products[-1][:, : block - filling]
+    return torch.cat(products, 1)
 
 
 def _rows_at_once(rows: int, block: int, weight: Tensor, bias: Tensor | None) -> int:

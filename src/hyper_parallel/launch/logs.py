@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.standard_streams import lasting, loss_line
+from hyper_parallel.standard_streams import lasting, loss_line, result_is_lost
 from hyper_parallel.untrusted import open_to_append
 
 _log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def _redirect_descriptors(file: TextIO, undo: contextlib.ExitStack) -> None:
 
 def _output(descriptor: int, kept: str | None, undo: contextlib.ExitStack) -> TextIO:
     if kept is None:
-        return undo.enter_context(open(descriptor, "w", buffering=1, errors="backslashreplace"))
+        return undo.enter_context(lasting(descriptor, result_is_lost))
 
     def lost(error: OSError) -> None:
         _log.warning("%s", loss_line(error, kept))

@@ -4,8 +4,8 @@ What is equal is the library's to say. Around it stands what it leaves open or m
 
 - which part of a text is the answer: the last `\boxed{...}` whose braces close; without one, the rest of the line after
   the last `####` or "answer is"; without either, what the library finds in the whole text;
-- spellings: thousands (`1{,}000`, `1\,000`), repeating decimals (`0.\overline{3}`), parentheses around parentheses, and
-  i as the imaginary unit in `e^{i\pi}`;
+- spellings: thousands (`1{,}000`, `1\,000`), repeating decimals (`0.\overline{3}`), parentheses around parentheses, a
+  letter after `\le` (which it takes for a unit), and i as the imaginary unit in `e^{i\pi}`;
 - a limit: the library's own is a signal of 5 s. Each answer is judged in a fork of this process (`limited_fork`), so
   that a tower of powers costs the reward of its sample, and nothing else.
 
@@ -39,6 +39,8 @@ _LETTERS = re.compile(r"[A-Za-z][A-Za-z '.-]*")
 _LONG_WORD = re.compile(r"[A-Za-z]{4}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\[,:; !]|,\\!|~)(?=\d{3}(?!\d))")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
+_RELATION = r"\\[lg]eq?(?:slant)?(?![A-Za-z])|[<>]"
+_LETTER_LAST = re.compile(rf"\$*((?:(?!{_RELATION})[^=$])+)({_RELATION})\s*([A-Za-z])\s*\$*")
 
 
 def math_expression(prompt: Prompt, answer: str, task: Mapping[str, Any]) -> float:
@@ -138,7 +140,15 @@ def _parsed(part: str) -> list[Any]:
 def _spelled(text: str) -> str:
     """The same answer in spellings that the library reads."""
     text = _REPEATING.sub(_fraction, _THOUSANDS.sub("", text))
+    if bound := _LETTER_LAST.fullmatch(text.strip()):
+        text = f"{bound[3]} {_turned(bound[2])} {bound[1]}"
     return _single_parentheses(text)
+
+
+def _turned(relation: str) -> str:
+    """The relation that holds between the same two sides in the other order."""
+    strict = {"<": ">", ">": "<"}
+    return strict.get(relation) or (r"\ge" if relation[1] == "l" else r"\le")
 
 
 def _fraction(match: re.Match[str]) -> str:
