@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -35,7 +36,8 @@ def test_a_narrow_terminal_shows_whole_cells_and_the_loss_to_the_last(width: int
     assert len(shown) <= max(width, len("step    7/1000  loss 5.7448"))
 
 
-def test_the_live_line_fits_its_terminal() -> None:
+def test_the_live_line_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # with `dumb` nothing is drawn
     console = Console(file=io.StringIO(), force_terminal=True, width=40, legacy_windows=False)
     progress = Progress(0, 2, console)
     progress.step(2, RECORD, float("nan"))
