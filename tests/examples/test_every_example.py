@@ -41,6 +41,7 @@ ELSEWHERE = {
     "sft/questions.jsonl": "tests/examples/test_fine_tune_files.py",
     "sft/yes_or_no.jsonl": "tests/examples/test_fine_tune_files.py",
     "tiered_cache.py": "tests/inference/test_tiered_cache.py",
+    "tiny_step.py": "tests/examples/test_tiny_step.py",
     "transformers_trainer.py": "tests/integration/test_integration_example.py",
 }
 """Files that another test runs. Every run file with a model's config and axes is also verified in small there:
