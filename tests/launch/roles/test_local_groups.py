@@ -101,7 +101,7 @@ def test_messages_larger_than_a_socket_takes_arrive_whole(actor: LocalGroup) -> 
 
 
 def test_what_cannot_be_sent_is_raised_at_the_call(actor: LocalGroup) -> None:
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match=r"pickle|local object"):  # Python 3.13 has the other words
         actor.call([do("echo", data=lambda: 0)], timeout_s=30)
     assert actor.call([do("echo", data=1)], timeout_s=30).result() == [[1], [1]]
 
