@@ -91,7 +91,11 @@ def test_a_degree_of_ulysses_is_for_hybrid() -> None:
 
 
 def packed(function: Any) -> Any:
-    return hf.packed_sequence_compatibility_function(function, torch.arange(4)[None], torch.zeros(1, 4))
+    # Its name of before Transformers 5.18.
+    made = getattr(hf, "packed_sequence_compatibility_function", None)
+    if made is None:
+        return hf.and_masks(function, hf.packed_sequence_mask_function(torch.zeros(1, 4)))
+    return made(function, torch.arange(4)[None], torch.zeros(1, 4))
 
 
 KNOWN = {

@@ -11,6 +11,7 @@ in it, whichever axes the parameter lies on.
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -214,19 +215,30 @@ def _leave_clipping_to_the_loop() -> None:
     Transformers 5.12 and later do where parameters lie on several meshes, as experts may, and take the norm of what is
     no DTensor for that of the whole tensor. The loop's own call goes to `clip_grad_norm_`, which knows every layout.
     """
-    import transformers.trainer as theirs
+    import transformers.trainer as trainer
 
-    own = getattr(theirs, "has_mixed_dtensor", None)
-    if own is None or hasattr(own, "_hyper_parallel"):
-        return
+    homes = [trainer]
+    # Transformers 5.17 takes it from there when it is called, later releases when they are imported.
+    with contextlib.suppress(ImportError):
+        import transformers.trainer_optimizer as trainer_optimizer
+
+        homes.append(trainer_optimizer)
+    for home in homes:
+        own = getattr(home, "has_mixed_dtensor", None)
+        if own is not None and not hasattr(own, "_hyper_parallel"):
+            home.has_mixed_dtensor = _of_others(own)
+
+
+def _of_others(own: Callable[[Iterable[Any]], bool]) -> Callable[[Iterable[Any]], bool]:
+    """`own`, which does not hold for gradients of prepared models."""
 
     def has_mixed_dtensor(gradients: Iterable[Any]) -> bool:
         asked = list(gradients)
         prepared = {id(p.grad) for model in _spreads for p in model.parameters() if p.grad is not None}
-        return not any(id(gradient) in prepared for gradient in asked) and bool(own(asked))
+        return not any(id(gradient) in prepared for gradient in asked) and own(asked)
 
     has_mixed_dtensor._hyper_parallel = True  # type: ignore[attr-defined]
-    theirs.has_mixed_dtensor = has_mixed_dtensor
+    return has_mixed_dtensor
 
 
 def _averaged(output: Any, ranks: int) -> Any:
