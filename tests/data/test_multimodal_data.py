@@ -291,7 +291,8 @@ def test_datasets_folders_with_images(place: Path) -> None:
         ),
         (
             [chat(f"<image><|image_pad|>{ASKED}", images=["images/0.png"])],
-            ["line 1: the model's processor does not take this", "2 <|image_pad|> tokens and 1 images"],
+            # What it says behind that is of the release.
+            ["line 1: the model's processor does not take this"],
         ),
     ],
 )
