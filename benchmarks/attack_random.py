@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hyper_parallel import Strategy, init_weights, parallelize, sharded
-from hyper_parallel.compat.float64 import float64
+from hyper_parallel.compat.dispatch import float64
 from hyper_parallel.errors import HyperParallelError, StrategyError
 from hyper_parallel.shard.owner_check import compare
 from hyper_parallel.verify import matrix

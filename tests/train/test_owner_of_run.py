@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hyper_parallel.cli.main import main
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.shard.own_terms import OwnTerms
+from hyper_parallel.shard.loss.auxiliary_loss import OwnTerms
 from hyper_parallel.shard.owner_check import Comparison
 from hyper_parallel.step.build import build, compared_with_owner
 from hyper_parallel.verify import verify_file

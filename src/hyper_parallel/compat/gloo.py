@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
 
-from hyper_parallel.compat.threads import PATIENCE
+from hyper_parallel.compat.cpu import PATIENCE
 
 PACKED = 2**20
 """Bytes of a whole tensor up to which it is packed with others: from there on the copies cost what a call does."""

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hyper_parallel.errors import TraceError
-from hyper_parallel.simulator.bandwidth_sharing import Resource, Sharing
-from hyper_parallel.simulator.host_queue import HostQueue, is_waited_for
+from hyper_parallel.simulator.host_queue import HostQueue, Resource, Sharing, is_waited_for
 from hyper_parallel.simulator.op_costs import Costs, Leg
 from hyper_parallel.trace import Op, Span, Trace, copy_tiers, is_compute
-from hyper_parallel.trace.validate import Meeting, meetings
+from hyper_parallel.trace.trace import Meeting, meetings
 
 Only = Literal["compute", "comm"]
 

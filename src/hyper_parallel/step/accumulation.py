@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from hyper_parallel.graph import Pass, StepGraph, rewritten
-from hyper_parallel.graph.accumulate import Accumulation, accumulation
-from hyper_parallel.graph.data_flow import data_sources, seen_through
+from hyper_parallel.graph.accumulate import Accumulation, LoopExecutable, accumulation, loop_executable
+from hyper_parallel.graph.capture_overrides import uncollected
+from hyper_parallel.graph.dependencies import data_sources, seen_through
 from hyper_parallel.graph.execute import Host
-from hyper_parallel.graph.execute_loop import LoopExecutable, loop_executable
 from hyper_parallel.graph.expand import Numbered, expanded, unrolled
-from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
-from hyper_parallel.graph.no_gc import uncollected
+from hyper_parallel.graph.gradients import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
 from hyper_parallel.step.micro_batch import LOSS, MICRO_FIELDS, ROWS, WEIGHT, micro_input
 from hyper_parallel.strategy.memory import ShardLevel
 

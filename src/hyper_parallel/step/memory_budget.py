@@ -14,10 +14,11 @@ from dataclasses import replace
 
 import torch
 
-from hyper_parallel.compat import backend, paged_out_parameters
+from hyper_parallel.compat import backend
+from hyper_parallel.compat import memory as paged_out_parameters
 from hyper_parallel.offloading import OffloadTier, Runtime
-from hyper_parallel.offloading.runtime.bandwidth_monitor import BandwidthMonitor
-from hyper_parallel.offloading.runtime.open_tiers import cluster_for, measured, open_tiers
+from hyper_parallel.offloading.open_tiers import cluster_for, measured, open_tiers
+from hyper_parallel.offloading.runtime import BandwidthMonitor
 from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
 from hyper_parallel.offloading.schedule.offload_pass import Offload, Planned
 from hyper_parallel.offloading.schedule.slot_allocator import SlotAllocator

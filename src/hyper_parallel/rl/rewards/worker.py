@@ -56,7 +56,7 @@ def rewards(name: str, folder: str, options: dict[str, Any]) -> Handler:
 
         quiet()  # the pool has warned
     if name == "math":
-        from hyper_parallel.rl.rewards.math_expression import prepare
+        from hyper_parallel.rl.rewards.answer_match import prepare
 
         prepare()  # seconds, which the first answer's limit would have to hold
 
