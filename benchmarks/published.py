@@ -231,7 +231,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
             ),
         ),
         "Intervals are of residuals of held-out sources and of the runs below that no constant is fitted on, and wider "
-        "for rows of whose kind few other sources have runs (`planner.runs_of_kind`); a row's own source is left out "
+        "for rows of whose kind few other sources have runs (`planner.error_interval`); a row's own source is left out "
         "of its interval.",
         "Step time, the interval and the null model are means over the groups of S01 to S30. With P6, an addition, "
         f"step time is off by {summary['step_of_all']:.1%} and {summary['median_of_all']:.1%}; pairs and picks "

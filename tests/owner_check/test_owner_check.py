@@ -10,6 +10,7 @@ import torch
 from small_families import small
 from torch import Tensor, nn
 
+from harness.small_models import small_fields
 from hyper_parallel.shard.forward import first_position
 from hyper_parallel.shard.loss.auxiliary_loss import OwnTerms
 from hyper_parallel.shard.owner_check import OwnerReport, check, compare
@@ -20,7 +21,6 @@ from hyper_parallel.shard.region_check import result_cache
 from hyper_parallel.shard.region_check.check import vocabulary_of
 from hyper_parallel.shard.region_check.outcome import SeenCall
 from hyper_parallel.verify.matrix import build_model
-from hyper_parallel.verify.shrink import small_fields
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "mixtral"])

@@ -1,4 +1,4 @@
-"""Figures of a row: model FLOPs as `workload.flops` counts them, parts that add up, names for codes."""
+"""Figures of a row: model FLOPs as `workload.work` counts them, parts that add up, names for codes."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from harness.modules import BROKEN, RIGHT, RULES, WIDTH, Model
+from harness.small_models import small_fields
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.likeness import described
 from hyper_parallel.shard.parallelize import on_simulated_ranks as spread
@@ -20,7 +21,6 @@ from hyper_parallel.shard.region_check.reduced_model import Reduced
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model
-from hyper_parallel.verify.shrink import small_fields
 
 CALL = SeenCall.of((torch.zeros(2, 6, WIDTH),), {})
 TENSOR = Strategy(axes={"tensor": 2}, rules=RULES)

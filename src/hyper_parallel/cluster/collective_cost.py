@@ -2,7 +2,7 @@
 
 The simulator, the calibration and the planner price collectives with these forms. n, B, α and β are numbers, or arrays
 with an entry for each configuration (`Number`). The planner takes α = 0 here and adds the latency of trees, to which
-libraries turn for small messages (`planner.cost_model.collectives`).
+libraries turn for small messages (`planner.cost_model.operators`).
 
 | Collective | Seconds | Function |
 |---|---|---|
@@ -20,7 +20,7 @@ A link's `setup` is added once for each call. Rings: Patarasu and Yuan, *Bandwid
 JPDC 69(2), 2009; the others: Thakur, Rabenseifner and Gropp, *Optimization of collective communication operations in
 MPICH*, IJHPCA 19(1), 2005. B is what a rank *gives*: its shard in an all-gather, the whole in the others.
 
-Over several link levels a collective runs level by level, as `cluster.traffic` counts it and `placement.collectives:
+Over several link levels a collective runs level by level, as `cluster.cluster` counts it and `placement.collectives:
 levels` runs it (`legs`), g ranks inside and k across:
 
     all-reduce       reduce-scatter of B inside, all-reduce of B/g across, all-gather of B/g inside
@@ -164,7 +164,7 @@ BY_LEVELS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #     inside          = destinations(r d) (1 − 1/d) copies of a token, over the links of a domain
 #
 # r of the k domains can hold a token's experts, where it chooses groups of experts first (`reached`). The planner's
-# closed forms (`planner.cost_model.dispatch`) and the simulator take both functions from here.
+# closed forms (`planner.cost_model.layer_collectives`) and the simulator take both functions from here.
 
 _MOST_GROUPS = 64
 

@@ -57,7 +57,7 @@ def predict_run(
     moves, and how far from the best that is. `fused`: memory-bound operators are priced as fused kernels; left out,
     where the file has them compiled (`train.compile: true`). `dispatch`: the library that sends tokens to experts; left
     out, a row for each expert, as `train` sends them. `cache`: a folder of Traces of earlier predictions, in which a
-    step that was captured before is found (`estimate.trace_store`); left out, it is captured. `limit`: bytes; a step
+    step that was captured before is found (`estimate.build_trace`); left out, it is captured. `limit`: bytes; a step
     without a budget that holds more in the order of the model's code is neither ordered nor simulated. `progress` is
     told what is being done.
 

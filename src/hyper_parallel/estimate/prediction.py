@@ -78,7 +78,7 @@ class Prediction:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of the step by class of operators, exposed collective and cause of waiting (`trace.step_parts`)."""
+        """Seconds of the step by class of operators, exposed collective and cause of waiting (`trace.timeline`)."""
         return step_parts(self.timeline, self.tasks)
 
     @property

@@ -55,7 +55,7 @@ class StagePrice:
     exposed: float
     """Of them, those in which only a collective of the stage's own mesh runs."""
     parts: Mapping[str, float]
-    """Of them, by class of operators and collective (`trace.step_parts`)."""
+    """Of them, by class of operators and collective (`trace.timeline`)."""
     gather: float
     reduce: float
     update: float

@@ -1,6 +1,6 @@
 """Costs of each graph node: FLOPs and bytes (`Work`), or a `Collective`.
 
-FLOPs of matrix products and attention stand in `graph.matmuls`. Everything else:
+FLOPs of matrix products and attention stand in `graph.operator_costs`. Everything else:
 
     vector FLOPs = elements × FLOPs to each              elements of the largest of what it reads and writes
     read         = Σ bytes of its inputs, each once      an expanded dim counts once, a value given twice once

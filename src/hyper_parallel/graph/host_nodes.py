@@ -65,7 +65,7 @@ class HostPoint(StrEnum):
     BEGIN = "begin"
     """An instruction of a pipeline's program begins: where a rank's whole list is one graph, the host keeps count."""
     POST = "post"
-    """The host posts a receive, and answers with the memory that it will fill (`graph.transfer_nodes`)."""
+    """The host posts a receive, and answers with the memory that it will fill (`offloading.schedule.build_problem`)."""
     SEND = "send"
     """The host begins to send what it is shown."""
     WAIT = "wait"

@@ -92,7 +92,7 @@ def lowered(
     """The ops of one rank class; arguments and errors as of `lower`.
 
     `lives`, `priced`: the step's lifetimes and costs where they are known already. `fused`: priced as compiled
-    (`graph.fused_costs`), else the phases that `current_step().fused` names.
+    (`graph.operator_costs`), else the phases that `current_step().fused` names.
     """
     if priced is None:
         priced = costs(step, sizes)

@@ -177,14 +177,14 @@ class StepContext:
     """For costs only, the sizes hold for no batch: every expert is chosen equally often, and this rank's get so many
     times the mean. None reads the routing."""
     pads_values: bool = False
-    """For costs only: attention is captured as one kernel where a CPU has none (`graph.fused_attention`)."""
+    """For costs only: attention is captured as one kernel where a CPU has none (`graph.capture_overrides`)."""
     fused: frozenset[str] = frozenset()
-    """For costs only: phases whose memory-bound operators are priced as fused kernels (`graph.fused_costs`)."""
+    """For costs only: phases whose memory-bound operators are priced as fused kernels (`graph.operator_costs`)."""
     sums_in_products: bool = False
     """For costs only: a product adds its gradient into the sum over micro-batches, which is then read and written, and
     no gradient besides."""
     recomputes_whole: bool = False
-    """For costs only: what computes a layer again runs all of its forward pass (`estimate.whole_recompute`)."""
+    """For costs only: what computes a layer again runs all of its forward pass (`estimate.stage_price`)."""
     report_load: Callable[[Tensor], None] | None = None
     """Is given this rank's expert load, fp32 [1], before each exchange of rows, and before there is memory for them. It
     may be a collective: every rank of the mesh comes to it."""
@@ -192,7 +192,7 @@ class StepContext:
     """Layers that the strategy recomputes are computed once: the graph that is captured computes them again, each
     operator as late as possible and only what is needed (`graph.recompute`). Else autograd does."""
     skipped: frozenset[str] = frozenset()
-    """The layers that a capture leaves out, by name (`shard.skipped_layers`)."""
+    """The layers that a capture leaves out, by name (`shard.layer_kinds`)."""
     even_sizes: dict[Any, Even] | None = None
     """A capture's record of what the sizes that depend on the data are likely to be; written by
     `dynamic_sizes.expected`."""

@@ -161,7 +161,7 @@ def column_major(model: nn.Module, rows: int) -> None:
                 weight.data = turned.t()
 
 
-# Experts of a ragged pass, registered with Transformers as `NAME`: each expert's rows are a multiple of `BLOCK`.
+# Experts of a ragged pass, registered with Transformers as `PADDED`: each expert's rows are a multiple of `BLOCK`.
 #
 # How many tokens reach an expert depends on the other requests, and a matrix product of few rows adds up in another
 # order than one of many (`blocked_products`). So tokens of weight 0 are added until every expert that has any has a
@@ -170,13 +170,13 @@ def column_major(model: nn.Module, rows: int) -> None:
 #
 # Where a byte budget keeps the experts in tiers, the choice is announced before they compute, so that they can be read.
 
-NAME = "hyper_parallel_padded"
+PADDED = "hyper_parallel_padded"
 BLOCK = 16
 """Rows of a product of an expert, which few tokens reach."""
 
 
 def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Transformers' experts function for `NAME`: [T, D] to [T, D]."""
+    """Transformers' experts function for `PADDED`: [T, D] to [T, D]."""
     # Without what a parallelized model wraps around it, too: that has been entered.
     own = inspect.unwrap(type(module).forward)
     slots = experts_TK.size(1)
@@ -226,13 +226,13 @@ def _tokens(rows: int) -> int:
     return len(ragged.slots) or rows if rows == ragged.length else rows
 
 
-def register() -> bool:
+def register_padded_experts() -> bool:
     """Make the function known to Transformers; whether this version of it has such functions."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:
         return False
-    ALL_EXPERTS_FUNCTIONS.register(NAME, padded_experts)
+    ALL_EXPERTS_FUNCTIONS.register(PADDED, padded_experts)
     return True
 
 

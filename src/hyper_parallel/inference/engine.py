@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.graph.step_context import current_step
-from hyper_parallel.inference import blocked_products as padded_experts
 from hyper_parallel.inference import paged_attention
-from hyper_parallel.inference.blocked_products import blocked_products, experts_by
+from hyper_parallel.inference.blocked_products import (
+    PADDED,
+    blocked_products,
+    experts_by,
+    register_padded_experts,
+)
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.pages import rows_of
@@ -147,11 +151,11 @@ class Engine:
     def _generating(self, cache: PagedCache) -> Iterator[None]:
         """Inside, the model's attention is `paged_attention`, without gradients; afterwards it is as it was."""
         given = self.model.config._attn_implementation
-        padded = padded_experts.register()
+        padded = register_padded_experts()
         self.model.set_attn_implementation(self.attention)
         try:
             with (
-                experts_by(self.model, padded_experts.NAME) if padded else nullcontext(),
+                experts_by(self.model, PADDED) if padded else nullcontext(),
                 inference(self.model),
                 replace(current_step(), expert_rows=WIDE).installed(),
             ):

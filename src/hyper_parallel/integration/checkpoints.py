@@ -251,7 +251,7 @@ def _adapted(handle: ShardedModel) -> bool:
 #
 # The Trainer writes its small files before and after ours, so that none of ours can have their digests. The manifest is
 # written when all but the Trainer's last file are there, and replaced by one that has that file too. It is a sealed
-# file (`checkpoint.digest_json`). A folder without one was saved by an earlier release, or its owner has changed a file
+# file (`checkpoint.file_format`). A folder without one was saved by an earlier release, or its owner has changed a file
 # on purpose and removed it.
 
 MANIFEST = "verified.json"

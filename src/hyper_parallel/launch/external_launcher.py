@@ -204,7 +204,7 @@ class StoreLink:
             self._passed_on.wait(SETTLE_S)
 
     def close(self) -> None:
-        """End the threads, which must not be in PyTorch's store when the interpreter shuts down (`compat.threads`)."""
+        """End the threads, which must not be in PyTorch's store when the interpreter shuts down (`compat.cpu`)."""
         self._closing.set()
         self._news.set()
         for thread in self._threads:

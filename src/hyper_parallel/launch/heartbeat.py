@@ -55,7 +55,7 @@ class Beat:
 
 
 class Position(Protocol):
-    """A place in a schedule of instructions (`runtime.positions`)."""
+    """A place in a schedule of instructions (`runtime.graph_interpreter`)."""
 
     @property
     def text(self) -> str:

@@ -3,7 +3,7 @@
 Tried are the usual schedule, and, each with the others: collectives in buckets or alone, one or two micro-batches side
 by side, and how far collectives and kernels may run ahead. Each is priced by `arrange` (every collective alone on its
 link). For the best of each number of micro-batches, collectives in pieces are tried on a few layers
-(`overlap.chunk_counts`). The best few, and the step as it is, are simulated, where collectives share links.
+(`overlap.jobs`). The best few, and the step as it is, are simulated, where collectives share links.
 """
 
 from __future__ import annotations

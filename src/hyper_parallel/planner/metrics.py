@@ -33,7 +33,7 @@ from hyper_parallel.units import format_duration
 #     flops = 6 N + 12 L H Q K(S)            a token                       `flops_per_token`
 #     MFU   = batch · S · flops / (seconds · devices · peak)               `mfu`
 #
-# The convention is that of `workload.flops`: N counts the elements of the matrices that a token is multiplied with (the
+# The convention is that of `workload.work`: N counts the elements of the matrices that a token is multiplied with (the
 # head also when it is tied, of experts those that are chosen, and the router), attention counts the keys that the mask
 # keeps, and recomputation is not counted. In latent attention Q is the mean of a head's dims of keys and of values.
 # Products of other mixers' recurrences are those of `workload.mixers`. Where a model is frozen the gradients of its
@@ -261,7 +261,7 @@ def score(choice: Choice, question: Question) -> float:
 
 # Disagreement of the closed forms and the simulator: the operator class or collective that it comes from.
 #
-# Both predictors say what a step's seconds are spent on (`cost_model.step`, `trace.step_parts`). Their parts are
+# Both predictors say what a step's seconds are spent on (`cost_model.step`, `trace.timeline`). Their parts are
 # brought to common classes; where the steps differ by more than `APART`, the class whose seconds differ most, in the
 # direction in which the steps differ, is named.
 
@@ -312,7 +312,7 @@ def disagreement(
 ) -> Disagreement | None:
     """The part from which most of the difference comes; None where the steps are within `apart` of each other.
 
-    `simulated`: of `trace.step_parts`; `estimated`: the parts of an estimate. Both are seconds that add up to the step.
+    `simulated`: of `trace.timeline`; `estimated`: the parts of an estimate. Both are seconds that add up to the step.
     """
     step, other = sum(simulated.values()), sum(estimated.values())
     if abs(step - other) <= apart * other:

@@ -51,7 +51,7 @@ class Question:
     parameters and gradients (`space.StrategySpace.may_move`)."""
     tie: float = 0.0
     """A share of a step's time: of strategies that are within it of the quickest one, the simplest comes first
-    (`planner.simplest`). 0: the quickest does."""
+    (`planner.solve`). 0: the quickest does."""
 
     def __post_init__(self) -> None:
         if not self.devices and not self.cluster.ranks:

@@ -189,7 +189,7 @@ class Refined:
     fits: bool | None = None
     """Whether the predicted peak is within a device's memory; None where there is no prediction."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the predicted step by part (`trace.step_parts`)."""
+    """Seconds of the predicted step by part (`trace.timeline`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Interprets a Program on one rank: runs its group's instruction list over the micro-batches of a step.
 
-The order is that of `runtime.instruction_loop`; a stage's tasks are run by its `StageRunner`, from a graph of the stage
+The order is that of `runtime.interpreter`; a stage's tasks are run by its `StageRunner`, from a graph of the stage
 alone.
 """
 
@@ -40,7 +40,7 @@ from hyper_parallel.runtime.stage_runner import StageRunner, Turns, ended, toget
 # With tensors as values it runs a step (`runtime.interpreter`); with nodes of a graph it writes the step out as one
 # graph (`runtime.rank_graph`), which then computes the same in the same order.
 #
-# `Run` resumes a stage's task, `Recv` posts, `Send` begins, and `Wait` ends a transfer (`program.instructions` says
+# `Run` resumes a stage's task, `Recv` posts, `Send` begins, and `Wait` ends a transfer (`program.program` says
 # what each may block on). Values that cross between stages of one group stay in memory. A backward pass that runs whole
 # computes the gradients of its inputs first. They are sent before the gradients of weights are computed, so that the
 # stage before waits for less.

@@ -1,11 +1,11 @@
 """Writes a rank's part of a Program out as one graph: what plans over a whole step plans over all passes in flight.
 
-The instruction list is run once on nodes in place of tensors (`runtime.instruction_loop`), so that the graph computes
+The instruction list is run once on nodes in place of tensors (`runtime.interpreter`), so that the graph computes
 what the interpreter does, in the same order. What it says to others are host points:
 
     begin          each instruction: the host keeps count, so that errors and the watchdog know where a rank is
     post           answers with memory for what is received            Recv
-    send, wait     `graph.transfer_nodes`                              Send, Wait
+    send, wait     `offloading.schedule.build_problem`                              Send, Wait
 
 Each micro-batch in flight has storages of its own, from its forward pass to its last use. The sizes of a stage's
 tensors and the order of collectives are those of the interpreter.

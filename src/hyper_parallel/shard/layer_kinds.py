@@ -1,6 +1,6 @@
 """Decoder layers by kind under a strategy, and models with few of their layers: copies, or captures that skip some.
 
-Two layers are of one kind if they are alike as modules (`graph.alike_layers`), each config's list with an entry for
+Two layers are of one kind if they are alike as modules (`graph.likeness`), each config's list with an entry for
 every layer says the same of both, the plan and the dtypes are the same, and both or neither are recomputed. What one
 layer of each kind costs, or looks like as a graph, is found once.
 """

@@ -203,7 +203,7 @@ def refuse_exchanged(
 # of their own. Under FSDP2 ranks agree on each collective (`agreed_collectives`); a graph has its collectives in one
 # order. So every rank gathers all weights, in one order, when the model is called, and reduces all gradients, in one
 # order, once the backward pass has them all. A graph then moves each gather to its first use
-# (`graph.collectives_in_place`).
+# (`graph.reorder_for_memory`).
 #
 # A rank that has no gradient for a weight adds zeros where another has one. What the forward pass writes into gathered
 # weights would be lost, and is refused.

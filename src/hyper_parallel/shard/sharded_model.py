@@ -4,10 +4,10 @@
 |---|---|
 | `plan` | the sharding metadata: a Layout for each parameter, and what is done around each module |
 | `axes` | the mesh of processes: ranks, coordinates, process groups, collectives (`shard.process_mesh`) |
-| `pipeline` | this rank's place in a pipeline, and which parameters it holds (`shard.pipeline_place`) |
+| `pipeline` | this rank's place in a pipeline, and which parameters it holds (`shard.process_mesh`) |
 | `gathers` | what is saved between the micro-batches of a step (`shard.saved_gathers`) |
-| `routing` | the loads of its experts (`shard.experts.load_balancing`) |
-| `balancing` | its routers' auxiliary loss (`shard.experts.auxiliary_loss`) |
+| `routing` | the loads of its experts (`shard.experts.routing`) |
+| `balancing` | its routers' auxiliary loss (`shard.loss.auxiliary_loss`) |
 
 Its methods are those of the parts, on this model.
 """
@@ -290,7 +290,7 @@ def clip_gradients(
     """Scale gradients in place so that their norm, given as `norm`, is at most `max_norm`.
 
     `in_graph`: the step is being captured. The comparison with the limit, which an eager step makes on the host, is
-    then an operator of the device, and a separate operator scales each gradient, so that `graph.host_update` can move
+    then an operator of the device, and a separate operator scales each gradient, so that `graph.host_nodes` can move
     it together with that parameter's update.
     """
     if not in_graph:

@@ -1,7 +1,7 @@
 """Steps of several micro-batches from the captured step of one: a loop that runs, or one graph that is planned over.
 
 Passes rewrite the captured step, which stands for all micro-batches. Only the order of collectives that is simulated
-(`overlap.overlap_pass`) wants two of them, to put them side by side: it rewrites the body of a loop over pairs, where
+(`overlap.order_search`) wants two of them, to put them side by side: it rewrites the body of a loop over pairs, where
 the number of micro-batches is even.
 """
 

@@ -82,7 +82,7 @@ class Batches:
         *,
         balance: bool = True,
     ) -> None:
-        """`balance`: rows are dealt (`data.dealing`)."""
+        """`balance`: rows are dealt (`data.order`)."""
         self._text, self._order, self._batch, self._device = text, order, batch, device
         self._handle, self._multiple = handle, length_multiple(handle.plan)
         self._several = text.several

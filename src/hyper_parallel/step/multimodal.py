@@ -2,7 +2,7 @@
 
 Rows differ in the number and size of images, so that each step has other shapes: nothing is captured. Strategies are
 those that are proved for such rows: axes `replicate`, `shard` and `tensor`, and recomputation. A rank whose rows have
-no image takes part in all collectives, since FSDP gathers encoders with the root (`shard.vision_towers`).
+no image takes part in all collectives, since FSDP gathers encoders with the root (`shard.model_structure`).
 """
 
 from __future__ import annotations

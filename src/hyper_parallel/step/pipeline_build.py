@@ -18,7 +18,7 @@ from hyper_parallel.runtime.rank_transfers import ProcessTransfers, Transfers
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.hooks import wrap
 from hyper_parallel.shard.model_structure import without_values
-from hyper_parallel.shard.plan import plan as types
+from hyper_parallel.shard.plan.plan import check_length
 from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.pipeline_plan import MicroBatchShape, PipelinePlan, PipelinePlanner
@@ -174,7 +174,7 @@ def cut_into_stages(
     parallelize(shadow, strategy, lowering="traceable", pipeline=place)
     handle = sharded(shadow)
     try:
-        types.check_length(handle.plan, shape.length)
+        check_length(handle.plan, shape.length)
     except StrategyError as error:
         raise StrategyError(f"{length_key}{error}") from None
     planner = PipelinePlanner(

@@ -210,7 +210,7 @@ def _elsewhere(floor: int) -> str:
 
 # Captures what follows the schedule of a pipeline's step: sums over the stages that share weights, and the update.
 #
-# It is the end of the step that plain training captures (`step.finish_step`), from gradients that are inputs.
+# It is the end of the step that plain training captures (`step.capture_train_step`), from gradients that are inputs.
 
 
 @dataclass(frozen=True)

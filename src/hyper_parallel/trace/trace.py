@@ -145,7 +145,7 @@ class Trace:
     resident: Mapping[str, tuple[Bytes, ...]] = field(default_factory=dict)
     """Class to the storages that are alive when the step begins."""
     model_flops: float = 0.0
-    """Model FLOPs of the step, all ranks together, by the convention of `workload.flops`; 0 where not known."""
+    """Model FLOPs of the step, all ranks together, by the convention of `workload.work`; 0 where not known."""
     micro_batches: int = 1
     """Micro-batches per step."""
 
@@ -158,7 +158,7 @@ class Trace:
         return self._sizes[name]
 
     def check(self) -> None:
-        """Raise TraceError if the trace cannot run: see `trace.validate`."""
+        """Raise TraceError if the trace cannot run: see `trace.trace`."""
         check(self)
 
     @property

@@ -5,7 +5,7 @@ gradients of the results. The check compares results, gradients, buffers and the
 digests of the first run's bits, not the values.
 
 Both runs stay within the budget: the planned passes by their plan, the model's own passes by demand paging
-(`offloading.runtime.demand_paging`), which holds the working set of one operator beside inputs, buffers and whatever
+(`offloading.paging`), which holds the working set of one operator beside inputs, buffers and whatever
 else the plan counts.
 
 The check uses a separate random state, so that it detects a forward pass that seeds a generator or keeps one that the

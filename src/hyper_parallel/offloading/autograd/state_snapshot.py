@@ -79,7 +79,7 @@ class Snapshot:
     entries: dict[str, Hashable] = field(default_factory=dict)
     """Path to what is compared."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The model's parameters and buffers (`graph.module_state`)."""
+    """The model's parameters and buffers (`graph.ir`)."""
     tensors: dict[str, Place] = field(default_factory=dict)
     """Places of tensors beside those."""
     references: list[Place] = field(default_factory=list)

@@ -142,7 +142,7 @@ def move_to_host(step: StepGraph, parameters: Collection[str], tier: str) -> Ste
     """The step with the updates of these parameters on the host; `step` stays as it is.
 
     `parameters`: names of inputs, each of one of `can_run_on_host`. `tier`: where their state is to lie. Before the
-    step can run, `offloading.schedule.insert_transfers` has to give them slots.
+    step can run, `offloading.schedule.offload_pass` has to give them slots.
     """
     chosen = [one for one in can_run_on_host(step) if one.parameter in parameters]
     assert len(chosen) == len(set(parameters)), f"{len(chosen)} of {len(set(parameters))} can be apart"

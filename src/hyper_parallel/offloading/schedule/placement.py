@@ -11,7 +11,7 @@ allows with everything in time, served in the order of the next uses. In between
     `delay`    who would be waited for leaves later, where memory allows
 
 Live bytes are exact at every stage. Each stage takes the times as given; `replay` says what they become. The links'
-first in, first out is that of `simulator.queue_clock`, with a host that arrives when the times say and not when waits
+first in, first out is that of `simulator.host_queue`, with a host that arrives when the times say and not when waits
 let it; latest starts (`_fetches`) run it backwards.
 """
 

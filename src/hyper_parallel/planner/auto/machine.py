@@ -117,7 +117,7 @@ def _file(world: int) -> Path:
 # Constants of a machine that was measured, in place of those that were fitted on published runs of accelerators.
 #
 # `hyper-parallel calibrate` measures what a machine reaches by operator, shape and size (`cluster.efficiency`,
-# `cluster.measured`). The closed forms know fewer numbers; each is read off a table:
+# `cluster.device`). The closed forms know fewer numbers; each is read off a table:
 #
 # | Number | Read off |
 # |---|---|

@@ -12,7 +12,7 @@ Products, in the shapes that a rank of the tensor axes (P = x · y of them) mult
 Each part counts for the share of the layers that have it. A backward pass multiplies twice as much; where the model is
 frozen and adapters are trained, once, beside the adapters' three products (arXiv 2106.09685). Multi-head latent
 attention (arXiv 2405.04434, section 2.1) has its own five products. Attention's scores and sums over values are 2 T H
-(d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a query sees on average (`workload.flops`), 2.5 times as many
+(d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a query sees on average (`workload.work`), 2.5 times as many
 backward (Dao, arXiv 2307.08691, section 3.1), at a rate by architecture (`FUSED`). Without a fused kernel the scores
 also go through memory seven times.
 

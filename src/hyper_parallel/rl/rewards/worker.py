@@ -147,7 +147,7 @@ def _send(channel: socket.socket, frame: str) -> None:
 
 
 def _die_with(parent: int) -> None:
-    # As `launch.parent_death`, whose package takes longer to import than this worker to start.
+    # As `launch.server`, whose package takes longer to import than this worker to start.
     if sys.platform.startswith("linux"):
         import ctypes
         import signal

@@ -10,7 +10,7 @@
 What a turn does not name stays where it is. What leaves is copied to a tier and comes back to the same storage, with
 the same bits. A part that is `replaced` is given up without a copy, since it gets other values before it is needed; one
 that is `constant` is copied once. Checkpoints read and write what is away one tensor at a time
-(`compat.paged_out_parameters`).
+(`compat.memory`).
 """
 
 from __future__ import annotations

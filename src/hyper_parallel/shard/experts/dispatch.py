@@ -15,7 +15,7 @@ A hot expert can have replicas: its weights are summed to every rank of the axis
 and its rows are computed where they are (dynamic shadowing of FasterMoE, PPoPP'22, section 4.2). The gradient of the
 replicas is summed to the owner.
 
-Which rank owns which expert, and which experts have replicas, is data (`shard.experts.places`): step 1 then sorts by
+Which rank owns which expert, and which experts have replicas, is data (`shard.experts.placement`): step 1 then sorts by
 place, and all else is the same.
 """
 

@@ -15,8 +15,7 @@ from torch import nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.context.plan import ContextPlan
-from hyper_parallel.shard.context.plan import multiple_over_context as multiple_over_context
+from hyper_parallel.shard.context.plan import ContextPlan, multiple_over_context
 from hyper_parallel.shard.model_structure import Heads, text_config
 from hyper_parallel.shard.rules import resolve
 from hyper_parallel.shard.tensor.factorization import Tensor2D
