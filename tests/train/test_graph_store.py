@@ -233,8 +233,8 @@ def _key(
 
 _KEY = """
 import time
-from hyper_parallel.step import code_digest
-code_digest._BEGUN = time.time() + 3600
+from hyper_parallel.step import graph_key
+graph_key._BEGUN = time.time() + 3600
 import test_graph_store
 print(test_graph_store._key())
 """
