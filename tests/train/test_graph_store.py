@@ -321,9 +321,9 @@ def test_whatever_decides_a_step_changes_its_key(other: str, key: str) -> None:
     assert found != key
 
 
-def test_versions_settings_and_exchanged_functions_change_the_key(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_settings_and_exchanged_functions_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Here and not in a fixture: what other tests import meanwhile is part of the key.
+    key = _key()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "__version__", "2.99")
         graph_key.versions.cache_clear()
