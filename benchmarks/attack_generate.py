@@ -2,7 +2,7 @@
 
     python benchmarks/attack_generate.py [--families a b]
 
-A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`), in float32. Greedy tokens
+A family is the default config of its class with sizes cut (`harness.small_models`), in float32. Greedy tokens
 of several prompts in one batch are compared with those of Transformers' `generate`, one prompt at a time; and with
 those of the same prompts alone. Two logits within 1e-4 are a tie, which rounding decides. Writes
 ``benchmarks/results/attack_generate.json`` and the list in ``docs/inference.md``. Exits with 1 when tokens are wrong or
@@ -33,9 +33,9 @@ def attacked(family: str) -> dict[str, str]:
     import torch
     import transformers
 
+    from harness.small_models import shrunken
     from hyper_parallel.errors import UnsupportedModelError
     from hyper_parallel.inference import Generator
-    from hyper_parallel.verify.shrink import shrunken
 
     try:
         torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
     python benchmarks/attack_models.py [--families a b] [--strategies a b] [--resume] [--workers 2]
 
-A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`). A cell is one training
+A family is the default config of its class with sizes cut (`harness.small_models`). A cell is one training
 step on simulated ranks, or on processes where a model cannot be simulated, every gradient against one device; what the
 check before training refuses is refused. The result and its table are written after each family, so that `--resume`
 goes on where a run ended, and `--families` and `--strategies` run some anew. Exits with 1 when a cell is wrong, ends in
@@ -28,12 +28,12 @@ from measure import quiet
 from pages import Benchmark
 
 from harness import run_ranks
+from harness.small_models import causal_families, small_fields
 from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError
 from hyper_parallel.shard.parallelize import check_tokens
 from hyper_parallel.verify import matrix
 from hyper_parallel.verify.families import has_experts
 from hyper_parallel.verify.run import against_pipeline, against_workers
-from hyper_parallel.verify.shrink import causal_families, small_fields
 
 LIMIT_S = 180
 """A cell that takes longer hangs."""

@@ -31,14 +31,14 @@ from pages import Benchmark
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from harness.random_files import _strategy
+from harness.small_models import causal_families, small_fields
 from hyper_parallel import Strategy, init_weights, parallelize, sharded
-from hyper_parallel.compat.float64 import float64
+from hyper_parallel.compat.dispatch import float64
 from hyper_parallel.errors import HyperParallelError, StrategyError
 from hyper_parallel.shard.owner_check import compare
 from hyper_parallel.verify import matrix
 from hyper_parallel.verify.families import has_experts
-from hyper_parallel.verify.fuzz import _strategy
-from hyper_parallel.verify.shrink import causal_families, small_fields
 from hyper_parallel.verify.step import StepOutcome
 
 LIMIT_S = 180

@@ -47,14 +47,12 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.launch import Worker
-from hyper_parallel.planner.auto import saved_choice
+from hyper_parallel.planner.auto import entry
+from hyper_parallel.planner.auto.candidates import ranked
 from hyper_parallel.planner.auto.entry import together
-from hyper_parallel.planner.auto.machine import measured
-from hyper_parallel.planner.auto.query import precision_of, question_of
-from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
+from hyper_parallel.planner.auto.machine import measured, read_off
+from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, precision_of, question_of, resolved
 from hyper_parallel.planner.auto.trial_process import step_of
-from hyper_parallel.planner.enumerate import ranked
-from hyper_parallel.planner.measured_constants import read_off
 from hyper_parallel.step.build import build
 
 WORLD = 4
@@ -113,9 +111,9 @@ def picked(config: RunConfig, target: str) -> tuple[Overrides, list[str]]:
     """What `auto` picks on the run's workers, and what it says. `target`: what they run, which asks it."""
     if code := launch.run(config, target):
         raise SystemExit(f"the workers ended with {code}")
-    written = Path(config.out) / saved_choice.STRATEGY_FILE
+    written = Path(config.out) / entry.STRATEGY_FILE
     said = [line.removeprefix("# ") for line in written.read_text().splitlines() if line.startswith("#")]
-    return saved_choice.read(written), said
+    return entry.read_choice(written), said
 
 
 def _model(name: str, folder: Path, before: dict[str, Any] | None) -> dict[str, Any]:

@@ -33,14 +33,12 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
+from hyper_parallel.planner.auto.candidates import ranked
 from hyper_parallel.planner.auto.choose import choose
 from hyper_parallel.planner.auto.entry import TARGET
-from hyper_parallel.planner.auto.machine import measured
-from hyper_parallel.planner.auto.query import precision_of, question_of
-from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
+from hyper_parallel.planner.auto.machine import is_measured, measured, read_off
+from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, precision_of, question_of, resolved
 from hyper_parallel.planner.constants import fitted
-from hyper_parallel.planner.enumerate import ranked
-from hyper_parallel.planner.measured_constants import is_measured, read_off
 from hyper_parallel.units import format_bytes, format_duration
 
 OTHERS, ALIKE = 4, 1

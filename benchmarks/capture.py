@@ -36,7 +36,7 @@ def measured(name: str) -> dict[str, Any]:
     """Seconds, high-water mark and nodes of one case, in this process."""
     from training import shape_of
 
-    from hyper_parallel.compat.fake_process_group import fake_ranks
+    from hyper_parallel.compat.fake_tensors import fake_ranks
     from hyper_parallel.config import from_dict
     from hyper_parallel.graph.step_context import StepContext
     from hyper_parallel.shard import parallelize

@@ -26,10 +26,10 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel.checkpoint import Piece, Writer, newest, read
-from hyper_parallel.checkpoint.health import LARGEST_WEIGHT
+from hyper_parallel.checkpoint.verify import LARGEST_WEIGHT
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration import checkpoints
-from hyper_parallel.integration.manifest import MANIFEST, write_manifest
+from hyper_parallel.integration.checkpoints import MANIFEST, write_manifest
 from hyper_parallel.layout import Layout, Mesh
 
 BENCHMARK = Benchmark("damage_saves")

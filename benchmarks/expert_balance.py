@@ -34,7 +34,7 @@ from training import build, largest_difference, micro_batch, recipe_of
 from harness import run_ranks
 from hyper_parallel import Strategy, init_weights
 from hyper_parallel.compat import collectives
-from hyper_parallel.shard.experts import dispatch, grouped_matmul
+from hyper_parallel.shard.experts import dispatch
 from hyper_parallel.shard.experts.placement import replicas_needed
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.expert_balance import ExpertBalancer, Replacement
@@ -113,7 +113,7 @@ class Side:
 
 def count_rows(counted: list[int]) -> None:
     """From now on the rows of each forward pass of a layer's experts are appended."""
-    multiply, whole = grouped_matmul.apply_experts, dispatch.compute
+    multiply, whole = dispatch.apply_experts, dispatch.compute
 
     def apply_experts(module: Any, weights: Any, rows: Tensor, counts: list[int]) -> Tensor:
         if counted:

@@ -35,7 +35,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import backend
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate import predict_run
-from hyper_parallel.estimate.run_inputs import micro_batch, model_of
+from hyper_parallel.estimate.prediction import micro_batch, model_of
 from hyper_parallel.graph import StepGraph, executable, lower
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.pass_manager import rewritten

@@ -49,15 +49,14 @@ def measured(name: str, count: int, schedule: str, cache: Path) -> dict[str, Any
     from training import shape_of
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hyper_parallel.compat.fake_process_group import fake_ranks
-    from hyper_parallel.config.optimizer import AdamWConfig
-    from hyper_parallel.config.train import LossConfig, ScheduleConfig
+    from hyper_parallel.compat.fake_tensors import fake_ranks
+    from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
     from hyper_parallel.shard import parallelize, sharded
     from hyper_parallel.step.graph_cache import Graphs
     from hyper_parallel.step.graph_store import GraphStore
-    from hyper_parallel.step.lr_schedule import schedule as schedule_of
     from hyper_parallel.step.optimizer import build_optimizer
     from hyper_parallel.step.recipe import Recipe
+    from hyper_parallel.step.recipe import schedule as schedule_of
     from hyper_parallel.strategy import Strategy
 
     fields, declared = MODELS[name]

@@ -3,10 +3,10 @@
     python benchmarks/fuzz.py [--cases 5000] [--first 0] [--workers 2]
     python benchmarks/fuzz.py --files 200       # whole run files, until so many were accepted by train
 
-Every case is one training step on simulated ranks against one device (`hyper_parallel.verify.fuzz`). Exits with 1 when
+Every case is one training step on simulated ranks against one device (`harness.random_files`). Exits with 1 when
 there is a fault or fewer than 60% are right. A case that fails is run again by itself with `--first NUMBER --cases 1`.
 
-With ``--files`` each case is a run file that goes through `hyper-parallel verify` (`hyper_parallel.verify.fuzz_files`):
+With ``--files`` each case is a run file that goes through `hyper-parallel verify` (`harness.random_files`):
 one that `train` accepts has to come out right.
 """
 
@@ -26,8 +26,7 @@ from commandline import run
 from measure import write
 from processes import scratch
 
-from hyper_parallel.verify.fuzz import draw_case
-from hyper_parallel.verify.fuzz_files import run_file
+from harness.random_files import draw_case, run_file
 from hyper_parallel.verify.matrix import Cell
 
 LIMIT_S = 120

@@ -30,7 +30,7 @@ from processes import scratch
 from shapes import llama, new_model, random_prompts
 
 from hyper_parallel import Generator
-from hyper_parallel.inference.weights import streamed_experts, units
+from hyper_parallel.inference.weights import away_weight, units
 
 MODEL: dict[str, Any] = {
     **llama(256, 4, 8, inner=512, kv=2, vocabulary=2048, positions=256, head_dim=32),
@@ -42,7 +42,7 @@ MODEL: dict[str, Any] = {
 SHORT = {**MODEL, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8}
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "whole projections": lambda: mock.patch.object(units, "stacked_experts", return_value=0),
-    "chosen experts": lambda: mock.patch.object(streamed_experts, "HOST_TOKENS", 0),
+    "chosen experts": lambda: mock.patch.object(away_weight, "HOST_TOKENS", 0),
     "on the host": nullcontext,
 }
 """Inside of each, a Generator that is made keeps its experts like this."""

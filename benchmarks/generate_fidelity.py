@@ -32,14 +32,13 @@ from shapes import llama, new_model, random_prompts
 
 from hyper_parallel import Generator
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.inference import GenerationWorkload, Inference
 from hyper_parallel.estimate.generate_capture import captured_pass
 from hyper_parallel.estimate.generate_predict import in_dtype
 from hyper_parallel.estimate.generate_trace import simulate_run
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.simulator.generation.pass_cost import PassPricer
-from hyper_parallel.simulator.generation.pass_load import PassLoad, Piece
+from hyper_parallel.simulator.generation.pass_model import PassLoad, Piece
 from hyper_parallel.strategy import Strategy
 
 CLUSTER = RESULTS / "generate-fidelity-cluster.yaml"

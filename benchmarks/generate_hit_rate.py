@@ -20,7 +20,7 @@ from typing import Any
 from commandline import run
 from pages import Benchmark, table
 
-from hyper_parallel.inference.kv_cache.eviction import SAMPLE, PredictedUse
+from hyper_parallel.inference.kv_cache.tiers import SAMPLE, PredictedUse
 
 PAGE = 32
 """Tokens."""

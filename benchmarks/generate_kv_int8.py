@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verify_generate import FAMILIES
 
 from hyper_parallel.inference import Generator
-from hyper_parallel.inference.kv_cache import int8_rows
+from hyper_parallel.inference.kv_cache import pages
 from hyper_parallel.inference.kv_cache.sizes import page_bytes
 
 LENGTHS, TOKENS, PAGE = (1, 31, 33, 70, 200, 300, 12, 150), 32, 32
@@ -93,7 +93,7 @@ def measured(model: Any, prompts: list[list[int]], groups: tuple[int, ...] = ())
     plain = Generator(model, max_tokens=TOKENS, page=PAGE)
     answers = [one.tokens for one in plain(prompts)]
     rounding = Generator(model, max_tokens=TOKENS, page=PAGE, kv_dtype="int8")
-    tokens, default = TOKENS * len(prompts), int8_rows.GROUP
+    tokens, default = TOKENS * len(prompts), pages.GROUP
     same = (equal_tokens(own.tokens, other) for own, other in zip(rounding(prompts), answers, strict=True))
     result: dict[str, Any] = {
         "page_bytes": page_bytes(plain._engine.cache.shapes, PAGE),
@@ -104,14 +104,14 @@ def measured(model: Any, prompts: list[list[int]], groups: tuple[int, ...] = ())
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     exact = replayed(model, texts)
     for group in groups or (default,):
-        int8_rows.GROUP = group
+        pages.GROUP = group
         rounded = replayed(model, texts, "int8")
         off, chosen = [], 0
         for own, other, answer in zip(rounded, exact, answers, strict=True):
             off.append(logprobs_of(own, answer) - logprobs_of(other, answer))
             chosen += int((own.argmax(-1) == other.argmax(-1)).sum())
         result["groups"][str(group)] = {**spread(off), "chosen": chosen / tokens}
-    int8_rows.GROUP = default
+    pages.GROUP = default
     best = torch.cat([rows.log_softmax(-1).topk(2, -1).values for rows in exact])
     result["margin"] = float((best[:, 0] - best[:, 1]).median())
     return result
@@ -119,7 +119,7 @@ def measured(model: Any, prompts: list[list[int]], groups: tuple[int, ...] = ())
 
 def page(result: Mapping[str, Any]) -> Iterator[str]:
     def row(family: str, dtype: str, one: Mapping[str, Any]) -> Iterator[str]:
-        found = one["groups"][str(int8_rows.GROUP)]
+        found = one["groups"][str(pages.GROUP)]
         ratio = one["page_bytes"] / one["int8_page_bytes"]
         yield from (family, dtype, f"{one['page_bytes']}, {one['int8_page_bytes']}: 1/{ratio:.2f}")
         yield from (off(found), f"{found['chosen']:.1%}", f"{one['greedy']:.1%}")
@@ -168,7 +168,7 @@ def main() -> bool:
             found[family][name] = measured(model, some)
         print(family, found[family], flush=True)
     BENCHMARK.keep({"answers": len(LENGTHS), "tokens": TOKENS, "page": PAGE, "loss": loss, "families": found})
-    return bool(found[TRAINED]["float32"]["groups"][str(int8_rows.GROUP)]["p99"] > 0.1)
+    return bool(found[TRAINED]["float32"]["groups"][str(pages.GROUP)]["p99"] > 0.1)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,12 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from hyper_parallel.compat import backend
-from hyper_parallel.inference.budget.live_bytes import LiveBytes
-from hyper_parallel.inference.budget.plan import MemoryPlan, Sizes, make_plan
-from hyper_parallel.inference.weights.source import ModelSource
+from hyper_parallel.inference.memory_needs import LiveBytes
+from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan
 from hyper_parallel.inference.weights.stream import WeightStream
-from hyper_parallel.inference.weights.tiers import WeightTiers, slot_bytes
+from hyper_parallel.inference.weights.tiers import ModelSource, WeightTiers, slot_bytes
 from hyper_parallel.inference.weights.units import units_of
-from hyper_parallel.offloading.runtime.open_tiers import open_tiers
+from hyper_parallel.offloading.open_tiers import open_tiers
 
 
 class _Block(nn.Module):

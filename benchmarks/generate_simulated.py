@@ -20,20 +20,18 @@ from pages import Benchmark, table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.inference import GenerationWorkload, Inference
 from hyper_parallel.estimate.generate_capture import captured_pass
 from hyper_parallel.estimate.generate_predict import in_dtype
 from hyper_parallel.estimate.generate_trace import SimulatedRun, simulate_run
-from hyper_parallel.simulator.generation.choose_split import SplitQuestion
+from hyper_parallel.simulator.generation.choose_split import SplitQuestion, loads
 from hyper_parallel.simulator.generation.pass_model import PassModel
 from hyper_parallel.simulator.generation.pass_trace import simulated
 from hyper_parallel.simulator.generation.tier_split import TierSplit
-from hyper_parallel.simulator.generation.whole_run import loads
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.units import format_duration
 from hyper_parallel.workload.published import shape
-from hyper_parallel.workload.to_config import to_config
+from hyper_parallel.workload.transformers_config import to_config
 
 LESS, MORE, LONGER = 0.26, 1.73, 0.01
 """What a row aims at: less device memory, more sessions in equal memory, and the most that it may take longer."""

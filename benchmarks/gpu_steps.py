@@ -13,7 +13,8 @@ from torch import Tensor
 from training import ENGINES, build, engine_step, largest_difference, recipe_of, step_batch
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat import Backend, paged_out_parameters
+from hyper_parallel.compat import Backend
+from hyper_parallel.compat import memory as paged_out_parameters
 from hyper_parallel.graph import balanced_sizes
 from hyper_parallel.offloading import build_problem
 from hyper_parallel.step.capture_train_step import BatchShape, state

@@ -19,7 +19,7 @@ from shapes import Fields, llama, run_file
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict
 from hyper_parallel.estimate.predict import predict_run
-from hyper_parallel.planner.auto.query import workload_of
+from hyper_parallel.planner.auto.resolved import workload_of
 from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
 from hyper_parallel.planner.evidence import RUNS

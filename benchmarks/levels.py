@@ -2,7 +2,7 @@
 
 Collectives over one axis that spans link levels, flat and level by level, on simulated ranks whose results are
 compared. The calls that are made are counted, and of these what leaves a node (or supernode) for each device in it;
-hyper_parallel.cluster.traffic says how a flat call is taken to run: a ring in rank order, and the worst ring, of
+hyper_parallel.cluster.cluster says how a flat call is taken to run: a ring in rank order, and the worst ring, of
 which every link is slow. Nothing is timed.
 """
 

@@ -17,10 +17,9 @@ from shapes import llama
 from training import build, captured
 
 import hyper_parallel as hp
-from hyper_parallel.calibrate.collectives import fit
+from hyper_parallel.calibrate.measure import fit
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.cluster.device import Device, Link, Tier
-from hyper_parallel.cluster.measured import CollectiveTable
+from hyper_parallel.cluster.device import CollectiveTable, Device, Link, Tier
 from hyper_parallel.compat import collectives
 from hyper_parallel.graph import StepGraph, lower
 from hyper_parallel.graph.costs import costs

@@ -6,7 +6,7 @@ captured and run, and its peak is known three times:
 - predicted: `graph.liveness.peak`, from the graph alone;
 - live: what an observer sees that knows nothing of the graph, every untyped storage alive while the graph runs;
 - resident: the process's high-water mark in another step, over what it held before the state was allocated. What gloo
-  takes for itself is in it, and predicted by `graph.workspaces`; so is what kernels do, which is not.
+  takes for itself is in it, and predicted by `graph.liveness`; so is what kernels do, which is not.
 
 The tables of docs/memory.md are written from the results.
 """

@@ -14,7 +14,7 @@ memory asked for at every node, which splits storages, and a mixed-integer progr
 and, where that leaves it open, half for whether any plan is quicker by more than 3%. What lies between a plan and the
 higher bound is the most that the best plan could gain.
 
-Nothing here ran on such a machine: times are those of the planner's clock (`offloading.schedule.transfers.replay`),
+Nothing here ran on such a machine: times are those of the planner's clock (`offloading.schedule.problem.replay`),
 simulated.
 """
 

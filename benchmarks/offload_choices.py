@@ -25,7 +25,7 @@ from training import SHARES, llama_8b_step
 from harness.memory_problems import under
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.host_update import is_update
+from hyper_parallel.graph.host_nodes import is_update
 from hyper_parallel.offloading import OffloadTier, Rate, build_problem
 from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
 from hyper_parallel.offloading.schedule.offload_pass import planned

@@ -26,10 +26,9 @@ from harness.check_moves import check_moves
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, layers
 from hyper_parallel.graph.recompute import regather
-from hyper_parallel.graph.regions import layer_of, region_of
+from hyper_parallel.graph.step_context import layer_of, region_of
 from hyper_parallel.offloading import OffloadTier, Problem, Rate, build_problem
-from hyper_parallel.offloading.schedule.problem import Buffer, UseInterval
-from hyper_parallel.offloading.schedule.transfers import Move, replay
+from hyper_parallel.offloading.schedule.problem import Buffer, Move, UseInterval, replay
 from hyper_parallel.workload.work import Work
 
 _EARLY = ("forward", "loss")

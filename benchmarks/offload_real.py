@@ -46,7 +46,7 @@ import hyper_parallel as hp
 from harness.observer import Observer, UnseenHost
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import registry
-from hyper_parallel.config.optimizer import AdamWConfig
+from hyper_parallel.config.train import AdamWConfig
 from hyper_parallel.graph import executable
 from hyper_parallel.offloading import OffloadTier, build_problem
 from hyper_parallel.offloading.schedule.offload_pass import planned

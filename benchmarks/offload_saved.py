@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.offloading.runtime.executor import whole
+from hyper_parallel.offloading.runtime import whole
 from hyper_parallel.offloading.tiers import Pending, Tier
 
 _SMALL = 1024

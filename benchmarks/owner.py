@@ -2,7 +2,7 @@
 
     python benchmarks/owner.py [--families a b] [--slice 1/4] [--resume] [--page]
 
-A family is the default config of its class with sizes cut (`hyper_parallel.verify.shrink`), with noise on each weight.
+A family is the default config of its class with sizes cut (`harness.small_models`), with noise on each weight.
 What HyperParallel computes from it, reads and writes is compared with what Transformers itself computes, writes and
 reads (`owner_comparisons.py`): a verdict is right, adapted (right after a choice that is told), refused with a reason,
 wrong, or a traceback. Each family is a forked process with a limit of time and of memory. `--page` writes the page
@@ -29,7 +29,7 @@ from pages import Benchmark, table
 from processes import limit_memory
 
 from harness import preloaded  # noqa: F401  (its imports, which forks then have)
-from hyper_parallel.verify.shrink import causal_families
+from harness.small_models import causal_families
 
 LIMIT_S = 120
 """A family that takes longer hangs."""

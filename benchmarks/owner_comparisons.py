@@ -33,13 +33,13 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 import hyper_parallel as hp
-from hyper_parallel.compat.float64 import float64, widen
+from harness.small_models import Fields, noisy_model, small_fields
+from hyper_parallel.compat.dispatch import float64, widen
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.shard.forward import logits_of
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.loss.forward import logits_of
 from hyper_parallel.verify.report import TOLERANCE
-from hyper_parallel.verify.shrink import Fields, noisy_model, small_fields
 
 ROUNDING = 1e-2
 """A larger error is no rounding."""

@@ -26,11 +26,11 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hyper_parallel as hp
+from harness.small_models import noisy_model, small_fields
 from hyper_parallel.checkpoint import Writer, export, newest
 from hyper_parallel.config import from_dict
 from hyper_parallel.train.checkpoint_state import model_shards
 from hyper_parallel.verify.report import TOLERANCE
-from hyper_parallel.verify.shrink import noisy_model, small_fields
 
 
 def from_folder(family: str) -> Iterator[tuple[str, Callable[[], Verdict]]]:

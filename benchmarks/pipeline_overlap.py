@@ -38,7 +38,7 @@ from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.verify.matrix import build_model, draw_batch
-from hyper_parallel.verify.pipeline_step import pipeline_batch
+from hyper_parallel.verify.step import pipeline_batch
 
 BENCHMARK = Benchmark("pipeline_overlap")
 WORLD, ROWS, LENGTH = 4, 16, 64

@@ -29,7 +29,7 @@ from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup
 from hyper_parallel.runtime.build_program import pipeline_program
 from hyper_parallel.runtime.interpreter import Interpreter
-from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.runtime.rank_transfers import ProcessTransfers
 from hyper_parallel.schedule import named_schedule
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.shard.loss import cross_entropy_sum

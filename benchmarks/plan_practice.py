@@ -17,11 +17,11 @@ from pages import Benchmark, spaced, table
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import format
+from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.metrics import figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer
-from hyper_parallel.planner.simplest import TIE, simplest
-from hyper_parallel.planner.simulated_links import constants_for
+from hyper_parallel.planner.solve import TIE, simplest
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 

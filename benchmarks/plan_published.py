@@ -21,7 +21,7 @@ from commandline import run
 from pages import Benchmark, spaced, table
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.columns import code
 from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.cost_model.step import Estimate, estimate
 from hyper_parallel.planner.framework_profiles import profile

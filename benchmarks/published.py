@@ -21,8 +21,8 @@ from pages import Benchmark, spaced, table
 from hyper_parallel.planner.constants import FITTED, Constants
 from hyper_parallel.planner.cost_model.memory import memory
 from hyper_parallel.planner.cost_model.step import open_facts
-from hyper_parallel.planner.error_interval import KINDS
-from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
+from hyper_parallel.planner.error_interval import KINDS, Runs, collected, widening
+from hyper_parallel.planner.evidence import COMPUTED, RECIPES, RUNS, TRANSCRIBED, evidence
 from hyper_parallel.planner.fit.cross_validation import (
     Evidence,
     Judgement,
@@ -30,10 +30,8 @@ from hyper_parallel.planner.fit.cross_validation import (
     choices,
     judge,
     seconds_of,
+    solve,
 )
-from hyper_parallel.planner.fit.map_estimate import solve
-from hyper_parallel.planner.fit.published_runs import COMPUTED, evidence
-from hyper_parallel.planner.runs_of_kind import Runs, collected, widening
 from hyper_parallel.planner.table import Array, sum_of
 
 AXES = ("tensor_x", "pipeline", "context", "expert", "zero", "micro")
@@ -233,7 +231,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
             ),
         ),
         "Intervals are of residuals of held-out sources and of the runs below that no constant is fitted on, and wider "
-        "for rows of whose kind few other sources have runs (`planner.runs_of_kind`); a row's own source is left out "
+        "for rows of whose kind few other sources have runs (`planner.error_interval`); a row's own source is left out "
         "of its interval.",
         "Step time, the interval and the null model are means over the groups of S01 to S30. With P6, an addition, "
         f"step time is off by {summary['step_of_all']:.1%} and {summary['median_of_all']:.1%}; pairs and picks "

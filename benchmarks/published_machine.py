@@ -20,7 +20,7 @@ import numpy as np
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.device import Device
 from hyper_parallel.cluster.efficiency import ShapeTable
-from hyper_parallel.planner.codes import ARCHITECTURES
+from hyper_parallel.planner.columns import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.layer import FUSED_ROUTING, RECORDED, fused_share
 from hyper_parallel.planner.table import Table

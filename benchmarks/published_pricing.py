@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.cluster.token_dispatch import TokenDispatch
+from hyper_parallel.cluster.collective_cost import TokenDispatch
 from hyper_parallel.estimate import predict_run
-from hyper_parallel.estimate.run_inputs import model_of
-from hyper_parallel.estimate.whole_recompute import left_out_seconds
+from hyper_parallel.estimate.prediction import model_of
+from hyper_parallel.estimate.stage_price import left_out_seconds
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.planner.table import Table
 from hyper_parallel.simulator.op_costs import Costs

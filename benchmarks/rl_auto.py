@@ -26,12 +26,12 @@ from processes import scratch
 from rl_example import BARE, EXAMPLE, steps_of
 from rl_timers import TimerHost
 
+from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.config.load import build
-from hyper_parallel.config.rl_run import RLConfig, load_rl
-from hyper_parallel.config.role_launch import RoleLaunch
-from hyper_parallel.rl.controller.placement import HOST
-from hyper_parallel.rl.role_split.candidates import roles_of
-from hyper_parallel.rl.role_split.resolve import plan_split
+from hyper_parallel.config.rl import RLConfig, load_rl
+from hyper_parallel.rl.controller.workers import HOST
+from hyper_parallel.rl.role_layouts import roles_of
+from hyper_parallel.rl.role_split import plan_split
 from hyper_parallel.rl.run import run as run_rl
 from hyper_parallel.rl.sample import Prompted, Sample
 

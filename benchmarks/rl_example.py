@@ -13,7 +13,7 @@ from typing import Any
 from measure import ROOT
 from processes import scratch
 
-from hyper_parallel.config.rl_run import RLConfig, load_rl
+from hyper_parallel.config.rl import RLConfig, load_rl
 from hyper_parallel.rl.run import run
 
 EXAMPLE = ROOT / "examples" / "rl" / "grpo-sort.yaml"

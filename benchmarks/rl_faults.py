@@ -28,7 +28,7 @@ from processes import scratch
 from harness.reward_folders import reward_folder
 from harness.rl_faults import WatchedEngine, faults, left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.run import run as run_rl
 

@@ -19,14 +19,13 @@ from pages import Benchmark
 from shapes import llama
 
 from hyper_parallel.config.load import build
-from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.rl.environments.tasks import tasks
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.rl.roles.actor import Actor
-from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.models import rollout_model, tokenizer_of, trained_policy
 from hyper_parallel.rl.roles.rollout import Rollout
-from hyper_parallel.rl.roles.rollout_model import rollout_model
 from hyper_parallel.rl.sample import Prompted
-from hyper_parallel.rl.weights.local_parameters import local_tensors
+from hyper_parallel.rl.tasks import tasks
+from hyper_parallel.rl.weights.transfer import local_tensors
 
 BENCHMARK = Benchmark("rl_logprobs")
 SIZES = llama(64, 4, 4, inner=128, positions=128)

@@ -38,8 +38,8 @@ from pages import Benchmark, table
 
 from hyper_parallel.config.rl_simulation import RlSimulation
 from hyper_parallel.rl.simulator import LoopResult, simulate_colocated, simulate_loop
+from hyper_parallel.rl.simulator.run import lower_bound
 from hyper_parallel.rl.simulator.scaling import generation_law
-from hyper_parallel.rl.simulator.split import lower_bound
 
 DEVICES, SAMPLES, SHARE = 16, 512, 0.85
 SEEDS = (1, 2, 3)

@@ -20,9 +20,9 @@ from pages import Benchmark
 from processes import scratch
 from rl_example import steps_of
 
+from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.config.load import build
-from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.rl.run import run as run_rl
 from hyper_parallel.rl.sample import Prompted, Sample
 

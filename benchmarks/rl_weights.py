@@ -30,14 +30,11 @@ from shapes import llama
 
 from harness import ranks
 from harness.weight_layouts import held, random_description
-from hyper_parallel.compat.standalone_group import serve_store
+from hyper_parallel.compat.process_groups import serve_store
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.rl.weights.description import Description
-from hyper_parallel.rl.weights.header import HEADER_BYTES
-from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
-from hyper_parallel.rl.weights.meeting import Meeting
-from hyper_parallel.rl.weights.options import TransferOptions
 from hyper_parallel.rl.weights.payload import (
+    HEADER_BYTES,
     apply_difference,
     box_of,
     difference,
@@ -45,8 +42,8 @@ from hyper_parallel.rl.weights.payload import (
     packed_bytes,
     payload_of,
 )
-from hyper_parallel.rl.weights.plan import WeightPlan, plan_weights
-from hyper_parallel.rl.weights.transfer import WeightTransfer, connect
+from hyper_parallel.rl.weights.plan import TransferOptions, WeightPlan, plan_weights
+from hyper_parallel.rl.weights.transfer import Meeting, WeightTransfer, connect, describe, local_tensors
 
 BENCHMARK = Benchmark("rl_weights")
 MOST = 4

@@ -47,19 +47,16 @@ from shapes import with_layers
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.planner.codes import SCHEDULES
+from hyper_parallel.planner.columns import SCHEDULES
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.disagreement import disagreement
-from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
-from hyper_parallel.planner.fit.cross_validation import Evidence
+from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED, evidence
+from hyper_parallel.planner.fit.cross_validation import Evidence, solve
 from hyper_parallel.planner.fit.csv_cells import read, records
 from hyper_parallel.planner.fit.csv_rows import RunRow, rows
-from hyper_parallel.planner.fit.map_estimate import solve
-from hyper_parallel.planner.fit.models import shape_of
-from hyper_parallel.planner.fit.published_runs import evidence
+from hyper_parallel.planner.fit.model_and_machine import shape_of
 from hyper_parallel.planner.framework_profiles import profile_of
-from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.metrics import Figures, disagreement, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PIPELINES, planned_run_file
 from hyper_parallel.planner.table import PRECISIONS, Table

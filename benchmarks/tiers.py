@@ -25,7 +25,7 @@ from pages import Benchmark, table
 
 from hyper_parallel.compat import Backend, backend
 from hyper_parallel.offloading.tiers import FlashTier, HostTier, Pending, PoolTier, Tier, measure
-from hyper_parallel.offloading.tiers.checksum import checksum
+from hyper_parallel.offloading.tiers.file_io import checksum
 from hyper_parallel.offloading.tiers.flash import PART
 
 MiB = 2**20

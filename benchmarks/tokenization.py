@@ -28,7 +28,7 @@ from hyper_parallel.data.corpus import encode
 from hyper_parallel.data.document import Answer, Chat, Text, from_record
 from hyper_parallel.data.tokenizer import Tokenizer as DataTokenizer
 from hyper_parallel.errors import DataError
-from hyper_parallel.inference.prompt_ids import prompt_ids
+from hyper_parallel.inference.request import prompt_ids
 
 SPACES = [" ", " ", "  ", "\n", "\n\n", "\t", "    ", "\r\n"]
 STRIPPING = (b"<l>", b"<r>")

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
-from hyper_parallel.compat import paged_out_parameters
-from hyper_parallel.config.optimizer import AdamWConfig
-from hyper_parallel.config.train import ScheduleConfig
+from hyper_parallel.compat import memory
+from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.schedule.offload_pass import Planned
@@ -24,9 +23,8 @@ from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.graph_executor import GraphStepper
-from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe, schedule
 from hyper_parallel.step.train_step import Stepper
 
 ENGINES = ("eager", "graph", "compiled")
@@ -147,7 +145,7 @@ def settled(
         names.add(name)
         runtime.rest(name, tensor)
 
-    with paged_out_parameters.settling(settle):
+    with memory.settling(settle):
         recipe = make()
     tensors = graph_inputs(recipe, batch(recipe))
     for name in state(recipe.handle, recipe.optimizer).keys() - names:

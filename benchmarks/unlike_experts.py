@@ -27,9 +27,9 @@ from shapes import DEEPSEEK_V3, Fields
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.estimate.stage_price import node_seconds
-from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.graph.ir import is_collective
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.experts.placement import Placement, heaviest, place, replicas_needed
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch

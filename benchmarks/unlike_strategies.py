@@ -19,8 +19,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from hyper_parallel.data.dealing import RowWork, dealt
-from hyper_parallel.planner.submodels.search import DEEPEST
+from hyper_parallel.data.order import RowWork, dealt
+from hyper_parallel.planner.submodels.search import DEEPEST, Step, disjoint
 from hyper_parallel.planner.submodels.sizes import (
     Row,
     Sizes,
@@ -28,14 +28,15 @@ from hyper_parallel.planner.submodels.sizes import (
     crossing,
     fits,
     language_bytes,
+    language_stages,
+    media_dealt,
     micro_batches,
     once_of_parts,
     once_seconds,
+    stage_costs,
 )
-from hyper_parallel.planner.submodels.stages import language_stages, media_dealt, stage_costs
-from hyper_parallel.planner.submodels.steps import Step, disjoint
 from hyper_parallel.schedule import Action, MicroBatchKind, Schedule, named_schedule, time_step
-from hyper_parallel.workload.part_costs import Times, added
+from hyper_parallel.workload.submodels import Times, added
 
 DEGREES = (1, 2, 4, 8)
 """Of tensor parallelism."""

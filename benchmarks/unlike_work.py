@@ -52,11 +52,11 @@ from hyper_parallel.planner.submodels.search import Found, best
 from hyper_parallel.planner.submodels.sizes import Row, StateBytes, Task
 from hyper_parallel.runtime.build_program import step_program
 from hyper_parallel.runtime.interpreter import Interpreter
-from hyper_parallel.runtime.transfers import ProcessTransfers
-from hyper_parallel.runtime.turns import Turns
+from hyper_parallel.runtime.rank_transfers import ProcessTransfers
+from hyper_parallel.runtime.stage_runner import Turns
 from hyper_parallel.schedule import Costs, MicroBatchKind, step_schedule
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.workload.part_costs import EncoderCosts, LanguageCosts, Line, ModelCosts, Times
+from hyper_parallel.workload.submodels import EncoderCosts, LanguageCosts, Line, ModelCosts, Times
 
 MOST = 32
 """Images of a row."""

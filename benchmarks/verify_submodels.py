@@ -16,7 +16,7 @@ from measure import quiet
 from pages import Benchmark, table
 
 from harness.submodel_steps import SubmodelCase, against_one_device
-from hyper_parallel.strategy.submodels import read_submodels
+from hyper_parallel.strategy.axes import read_submodels
 
 RIGHT = 1e-5
 LLAVA = ["model.vision_tower", "model.multi_modal_projector"]

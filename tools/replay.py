@@ -173,8 +173,7 @@ class Cell:
 
     def __init__(self, family: str, strategy: str) -> None:
         from hyper_parallel.verify.families import FAMILIES
-        from hyper_parallel.verify.matrix import build_model, family_config
-        from hyper_parallel.verify.strategies import STRATEGIES
+        from hyper_parallel.verify.matrix import STRATEGIES, build_model, family_config
 
         self.family = FAMILIES[family]
         self.config = family_config(self.family, STRATEGIES[strategy])
@@ -291,8 +290,7 @@ def trained(options: Sequence[str]) -> Any:
 def cases() -> Iterator[tuple[str, Callable[..., Iterator[tuple[str, str]]], tuple[str, ...]]]:
     """(name, what records it, its arguments)."""
     from hyper_parallel.verify.families import FAMILIES, WITH_EXPERTS
-    from hyper_parallel.verify.matrix import family_config
-    from hyper_parallel.verify.strategies import STRATEGIES
+    from hyper_parallel.verify.matrix import STRATEGIES, family_config
 
     for family, (strategy, fields) in itertools.product(FAMILIES, STRATEGIES.items()):
         if "expert" in fields["axes"] and family not in WITH_EXPERTS:

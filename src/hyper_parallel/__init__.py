@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig, load
     from hyper_parallel.inference import Generator, TieredCache
     from hyper_parallel.offloading.autograd import Swap, offload, release
-    from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
+    from hyper_parallel.shard.load_weights import init_weights, load_weights
+    from hyper_parallel.shard.parallelize import parallelize
+    from hyper_parallel.shard.sharded_model import sharded
     from hyper_parallel.step.pipeline import Pipeline, pipeline
     from hyper_parallel.step.submodels import Submodels, submodels
     from hyper_parallel.strategy import Strategy

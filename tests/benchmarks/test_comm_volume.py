@@ -5,7 +5,7 @@ from __future__ import annotations
 import comm_volume
 import pytest
 
-from hyper_parallel.shard.tensor2d.factorization import Gathered, Shape
+from hyper_parallel.shard.tensor.factorization import Gathered, Shape
 
 
 @pytest.mark.parametrize("gathered", comm_volume.TREATMENTS)

@@ -7,7 +7,7 @@ from published_pricing import fuse
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.estimate import predict_run
-from hyper_parallel.estimate.run_inputs import model_of
+from hyper_parallel.estimate.prediction import model_of
 
 SMALL = {
     "version": 1,

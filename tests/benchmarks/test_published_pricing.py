@@ -11,7 +11,7 @@ from published_machine import CAPTURED_ROUTING, grouped_launches, products
 from published_pricing import Pricing
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.codes import ARCHITECTURES
+from hyper_parallel.planner.columns import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
 
 

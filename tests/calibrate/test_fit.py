@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.calibrate import fit, run
-from hyper_parallel.calibrate.collectives import fit as fit_collective
-from hyper_parallel.calibrate.collectives import group_sizes
-from hyper_parallel.calibrate.results import Results, averaged
+from hyper_parallel.calibrate import device, run
+from hyper_parallel.calibrate.measure import fit as fit_collective
+from hyper_parallel.calibrate.measure import group_sizes
+from hyper_parallel.calibrate.timing import Results, averaged
 from hyper_parallel.cluster.collective_cost import FORMS, form
-from hyper_parallel.cluster.measured import CopyTable
+from hyper_parallel.cluster.device import CopyTable
 
 
 @pytest.mark.parametrize("kind", sorted(set(FORMS) - {"barrier"}))
@@ -47,15 +47,15 @@ def test_a_table_of_products_gives_back_the_measured_seconds() -> None:
         (1.0, m, 64.0, 64.0): 1e-6 + 2 * m * 64 * 64 / (1e9 * m / (m + 32)) for m in (64.0, 256.0, 1024.0)
     }
     flops = {shape: 2 * shape[1] * 64 * 64 for shape in points}
-    peak = fit.peak_of(points, flops, 1e-6)
-    table = fit.shape_table(points, flops, peak, 1e-6, "float32", "nn", 0.01)
+    peak = device.peak_of(points, flops, 1e-6)
+    table = device.shape_table(points, flops, peak, 1e-6, "float32", "nn", 0.01)
     for shape, seconds in points.items():
         assert 1e-6 + flops[shape] / (peak * table.share(shape)) == pytest.approx(seconds, rel=1e-4)
 
 
 def test_a_table_of_bytes_takes_the_launch_from_the_smallest_sizes() -> None:
     points = {size: 3e-6 + size / 1e10 for size in (1e4, 1e6, 1e7)}
-    table = fit.memory_table(points, 2e10, 0.0, kind="copy", op="", dtype="", layout="")
+    table = device.memory_table(points, 2e10, 0.0, kind="copy", op="", dtype="", layout="")
     assert table.launch == pytest.approx(3e-6, rel=1e-4)
     assert [share for _, share in table.points] == pytest.approx([0.5, 0.5, 0.5], rel=1e-3)
 

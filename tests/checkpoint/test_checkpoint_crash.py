@@ -22,8 +22,8 @@ from checkpoint_worlds import ThreadRanks, each_rank, random_tensor
 from harness import run_ranks
 from harness.fork_server import fork_context
 from hyper_parallel.checkpoint import Piece, Writer, durable, newest, read
+from hyper_parallel.checkpoint.commit import Part
 from hyper_parallel.checkpoint.durable import explain
-from hyper_parallel.checkpoint.rank_save import Part
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Layout, Mesh
 
@@ -286,7 +286,7 @@ def test_one_ranks_failure_is_named_and_ends_the_save_on_all(tmp_path, monkeypat
             raise error
         return write_file(path, chunks)
 
-    monkeypatch.setattr("hyper_parallel.checkpoint.rank_save.write_file", failing)
+    monkeypatch.setattr("hyper_parallel.checkpoint.commit.write_file", failing)
 
     def one(ranks: ThreadRanks) -> str:
         with Writer(tmp_path, MESH.world, ranks.rank, group=ranks, time_limit=10) as writer:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.checkpoint import Piece, Writer, newest, read
-from hyper_parallel.checkpoint.digest_json import seal, unseal
+from hyper_parallel.checkpoint.file_format import seal, unseal
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Layout, Mesh
 

@@ -13,7 +13,7 @@ import harness
 from harness.hostile import attempts
 from harness.hostile import checkpoints as hostile_checkpoints
 from hyper_parallel.checkpoint import newest
-from hyper_parallel.checkpoint.validate import whole
+from hyper_parallel.checkpoint.file_format import whole
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Box
 from hyper_parallel.train.checkpoint_state import read_state

@@ -38,8 +38,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hyper_parallel.checkpoint import Piece, Writer, export, newest, read, write_partition
-from hyper_parallel.checkpoint.rank_save import Part
+from hyper_parallel.checkpoint import Piece, Writer, export, newest, read, shard
+from hyper_parallel.checkpoint.commit import Part
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import DeviceGroup, Layout, Mesh
@@ -87,10 +87,10 @@ def test_a_single_process_reads_and_exports_it(saved, tmp_path, world):
     assert all(same_bits(value, tensors[f"model.{name}"].whole) for name, value in exported.items())
 
 
-@pytest.mark.parametrize("smallest", [1, 16, write_partition.SMALLEST])
+@pytest.mark.parametrize("smallest", [1, 16, shard.SMALLEST])
 @pytest.mark.parametrize("world", WORLDS)
 def test_each_byte_is_written_once(tmp_path, monkeypatch, world, smallest):
-    monkeypatch.setattr(write_partition, "SMALLEST", smallest)
+    monkeypatch.setattr(shard, "SMALLEST", smallest)
     tensors, ranks = model_on(WORLDS[world]), world_of(WORLDS[world])
     path = save_tensors(tmp_path, tensors, ranks)
     sizes = check_written_once(path, tensors)
@@ -113,7 +113,7 @@ def test_copies_in_all_groups_share_the_writing():
             name: Piece(torch.zeros(layout.local_shape(coordinate)), layout, groups)
             for name, layout in layouts.items()
         }
-        blocks = write_partition.blocks(locals_, rank)
+        blocks = shard.blocks(locals_, rank)
         written.append(sum(block.stop - block.start for block in blocks))
     assert sum(written) == 4096 * 256 * 4 + 64 * 16 * 4
     assert max(written) <= 1.1 * sum(written) / 8
@@ -288,7 +288,7 @@ def test_two_meshes_of_all_ranks_are_refused(tmp_path):
 
 
 def test_ranks_that_disagree_do_not_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(write_partition, "SMALLEST", 16)
+    monkeypatch.setattr(shard, "SMALLEST", 16)
     first, second = PAIR
     mesh = first.mesh
     line = _refused(tmp_path, lambda rank: (first,) if rank < 2 else (first, second))
@@ -312,7 +312,7 @@ def test_ranks_that_disagree_do_not_commit(tmp_path, monkeypatch):
 
 def test_blocks_that_two_groups_write_are_seen_though_their_number_is_right(tmp_path, monkeypatch):
     """Groups of the same name: rank 1 takes itself for the first of two copies, as rank 0 does."""
-    monkeypatch.setattr(write_partition, "SMALLEST", 16)
+    monkeypatch.setattr(shard, "SMALLEST", 16)
     one, two, three = (DeviceGroup(Mesh(("shard", 1)), (rank,), "stage") for rank in range(3))
     owners = {0: (one, two), 1: (two, three), 2: None}
     line = _refused(tmp_path, owners.__getitem__, world=3)
@@ -322,7 +322,7 @@ def test_blocks_that_two_groups_write_are_seen_though_their_number_is_right(tmp_
 def test_a_rank_that_leaves_out_what_all_ranks_hold_is_named(tmp_path):
     """Also where it would have written no byte: a reader requires the same mesh in all indexes."""
     layout = Layout.replicated(Mesh(("replicate", 2)), (4,))
-    (writes,) = (rank for rank in (0, 1) if write_partition.blocks({"w": Piece(torch.ones(4), layout)}, rank))
+    (writes,) = (rank for rank in (0, 1) if shard.blocks({"w": Piece(torch.ones(4), layout)}, rank))
 
     def one(ranks: ThreadRanks) -> None:
         held = {"w": Piece(torch.ones(4), layout)} if ranks.rank == writes else {}
@@ -376,8 +376,8 @@ def test_any_groups_to_any_groups(data):
     }
     before, after = data.draw(groups_of_a_run()), data.draw(groups_of_a_run())
     tensors, wanted = data.draw(tensors_on(before, wholes)), data.draw(tensors_on(after, wholes))
-    smallest = write_partition.SMALLEST
-    write_partition.SMALLEST = data.draw(st.sampled_from([1, 16, smallest]))
+    smallest = shard.SMALLEST
+    shard.SMALLEST = data.draw(st.sampled_from([1, 16, smallest]))
     try:
         with tempfile.TemporaryDirectory() as folder:
             streamed = data.draw(st.booleans())
@@ -388,7 +388,7 @@ def test_any_groups_to_any_groups(data):
             assert sum(sizes.values()) == sum(math.prod(t.shape) * t.element_size() for t in wholes.values())
             check_read(path, wanted, range(world_of(after)))
     finally:
-        write_partition.SMALLEST = smallest
+        shard.SMALLEST = smallest
 
 
 def test_local_at_is_the_coordinate_in_the_group():

@@ -10,8 +10,13 @@ import torch
 from checkpoint_worlds import save_world
 
 from hyper_parallel.checkpoint import Piece, Writer, newest, of_step, read
-from hyper_parallel.checkpoint.health import LARGEST_FINITE, LARGEST_WEIGHT, pass_over, usable
-from hyper_parallel.checkpoint.verify import reason_to_pass_over
+from hyper_parallel.checkpoint.verify import (
+    LARGEST_FINITE,
+    LARGEST_WEIGHT,
+    pass_over,
+    reason_to_pass_over,
+    usable,
+)
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Layout, Mesh
 

@@ -29,7 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hyper_parallel.checkpoint import Piece, Writer, newest, read, write_partition
+from hyper_parallel.checkpoint import Piece, Writer, newest, read, shard
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Box, Layout, Mesh
 
@@ -46,8 +46,8 @@ def test_any_layout_to_any_layout(data):
         tensors[name] = random_tensor(shape, data.draw(st.sampled_from(DTYPES)), number)
         saved[name] = data.draw(layouts_on(before, shape))
         wanted[name] = data.draw(layouts_on(after, shape))
-    smallest = write_partition.SMALLEST
-    write_partition.SMALLEST = data.draw(st.sampled_from([1, 16, smallest]))
+    smallest = shard.SMALLEST
+    shard.SMALLEST = data.draw(st.sampled_from([1, 16, smallest]))
     try:
         with tempfile.TemporaryDirectory() as folder:
             (path, *others) = save_world(
@@ -58,7 +58,7 @@ def test_any_layout_to_any_layout(data):
             assert found is not None and found.path == path and not found.skipped
             check_read(path, tensors, wanted)
     finally:
-        write_partition.SMALLEST = smallest
+        shard.SMALLEST = smallest
 
 
 @given(data=st.data())
@@ -67,7 +67,7 @@ def test_cut_makes_disjoint_blocks_of_the_whole_box(data):
     box = Box(tuple(3 for _ in shape), tuple(5 for _ in shape), shape)
     limit = data.draw(st.integers(1, 200))
     seen = torch.zeros([8 + length for length in shape], dtype=torch.int64)
-    for block in write_partition.cut(box, 4, limit):
+    for block in shard.cut(box, 4, limit):
         assert all(lo - go == 2 for lo, go in zip(block.local, block.offset, strict=True))
         assert math.prod(block.size) * 4 <= max(2 * limit, 4)
         seen[block.local_slices] += 1
@@ -86,7 +86,7 @@ def test_copies_share_the_writing():
             name: Piece(torch.zeros(layout.local_shape(mesh.coordinate(rank))), layout)
             for name, layout in pieces.items()
         }
-        blocks = write_partition.blocks(locals_, rank)
+        blocks = shard.blocks(locals_, rank)
         written.append(sum(block.stop - block.start for block in blocks))
     assert sum(written) == 4096 * 512 * 4 + 64 * 16 * 4
     assert max(written) <= 1.1 * sum(written) / mesh.world
@@ -118,7 +118,7 @@ def test_files_are_safetensors_and_hold_each_element_once(tmp_path):
 
 
 def test_only_needed_blocks_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(write_partition, "LARGEST", 4096)
+    monkeypatch.setattr(shard, "LARGEST", 4096)
     whole = random_tensor((64, 64), torch.float32, 0)
     one = Mesh(("shard", 1))
     path = save_world(tmp_path, {"w": whole}, {"w": Layout.replicated(one, (64, 64))}, one)[0]

@@ -10,7 +10,7 @@ import torch
 from checkpoint_worlds import random_tensor, same_bits
 
 from hyper_parallel.checkpoint import Piece, Writer, newest, read
-from hyper_parallel.compat import paged_out_parameters
+from hyper_parallel.compat import memory
 from hyper_parallel.layout import Layout, Mesh
 
 MESH = Mesh()
@@ -63,7 +63,7 @@ def test_tensors_that_are_away_are_saved_and_loaded_one_at_a_time(tmp_path: Path
         storage.resize_(0)
 
     for piece in pieces.values():
-        paged_out_parameters.keep(piece.local, lend)
+        memory.keep(piece.local, lend)
         piece.local.untyped_storage().resize_(0)
     try:
         assert _saved(tmp_path / "a", pieces, streamed=True) == _saved(
@@ -83,4 +83,4 @@ def test_tensors_that_are_away_are_saved_and_loaded_one_at_a_time(tmp_path: Path
             assert same_bits(held[piece.local.untyped_storage()._cdata], other.local)
     finally:
         for piece in pieces.values():
-            paged_out_parameters.forget(piece.local)
+            memory.forget(piece.local)

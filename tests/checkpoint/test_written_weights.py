@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hyper_parallel.checkpoint import Piece, Writer, export
-from hyper_parallel.checkpoint.merged_adapters import STATE, merge_state
+from hyper_parallel.checkpoint.adapters import STATE, merge_state
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Layout, Mesh
 from shard.converted_families import FAMILIES, logits, noisy, stored

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from harness.forked_command import CommandProcess, run_command
 from hyper_parallel.cli.main import command as command_line
-from hyper_parallel.rl.role_split import resolve
+from hyper_parallel.rl import role_split
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo-sort.yaml"
 SMALL = (
@@ -61,9 +61,9 @@ def test_a_plan(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
-        raise resolve.Stopped
+        raise role_split.Stopped
 
-    monkeypatch.setattr(resolve, "plan_split", stopped)
+    monkeypatch.setattr(role_split, "plan_split", stopped)
     ended = CliRunner().invoke(command_line, ["rl", str(EXAMPLE), f"out={tmp_path}", "roles=auto", "--plan"])
     assert ended.exit_code == 130, ended.output
 

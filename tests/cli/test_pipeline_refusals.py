@@ -9,7 +9,7 @@ import pytest
 from hyper_parallel.cli.main import main
 from hyper_parallel.config import from_dict, load
 from hyper_parallel.launch.external_launcher import run_joined
-from hyper_parallel.launch.launcher_env import WorkerPlace
+from hyper_parallel.launch.rendezvous import WorkerPlace
 
 RUN = """\
 version: 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel import config
-from hyper_parallel.cli.worker_memory import _available, check_memory
+from hyper_parallel.cli.preflight import _available, check_memory
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.proc import MEMORY, bytes_in
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.cluster import Cluster, Device, Efficiency, MemoryTable, ShapeTable, Shared, Tier
-from hyper_parallel.cluster.curve import Curve
+from hyper_parallel.cluster.efficiency import Curve
 from hyper_parallel.workload import Work
 
 MEMORY = Tier("device", 1e9, read=100.0, write=50.0)

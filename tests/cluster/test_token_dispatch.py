@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.cluster.token_dispatch import TokenDispatch
+from hyper_parallel.cluster.collective_cost import TokenDispatch
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.trace import Collective
 

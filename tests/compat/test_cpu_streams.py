@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from harness import stream_contract
 from hyper_parallel.compat import backend
-from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream
+from hyper_parallel.compat.cpu import CpuEvent, CpuStream
 
 
 @pytest.mark.parametrize("check", stream_contract.CHECKS, ids=lambda check: check.__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 
 
 def test_they_leave_the_interpreter_as_it_was() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from harness import run_ranks
-from hyper_parallel.compat.standalone_group import PeerError, StandaloneGroup, serve_store
+from hyper_parallel.compat.process_groups import PeerError, StandaloneGroup, serve_store
 
 
 def _turned_around(rank: int, world: int, port: int) -> list[int]:

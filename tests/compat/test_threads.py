@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import torch
-from hyper_parallel.compat.cpu_streams import CpuStream
+from hyper_parallel.compat.cpu import CpuStream
 
 streams, x = [CpuStream() for _ in range(4)], torch.ones(2**12)
 for _ in range(2**14):

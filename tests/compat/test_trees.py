@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from hyper_parallel.compat.pytree import flatten, leaves_of, mapped, unflatten
+from hyper_parallel.compat.dispatch import flatten, leaves_of, mapped, unflatten
 
 
 class _Pair(NamedTuple):

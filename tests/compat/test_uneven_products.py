@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.nn.functional import linear
 
-from hyper_parallel.compat.uneven_products import UnevenProducts, uneven_products
+from hyper_parallel.compat.local_tensor import UnevenProducts, uneven_products
 
 Shape = tuple[int, ...]
 UNEVEN = -1

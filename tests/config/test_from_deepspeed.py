@@ -16,8 +16,8 @@ from hyper_parallel import config
 from hyper_parallel.config import yaml12
 from hyper_parallel.config.from_deepspeed import Conversion, convert, read
 from hyper_parallel.config.from_deepspeed.source import ARGUMENTS
-from hyper_parallel.config.merge import merge
-from hyper_parallel.config.optimizer import LionConfig
+from hyper_parallel.config.schema import merge
+from hyper_parallel.config.train import LionConfig
 from hyper_parallel.errors import ConfigError
 
 RUN = "version: 1\nout: runs/x\nmodel: {path: m}\ndata: {train: t}\n"
@@ -258,7 +258,7 @@ def test_the_defaults_of_auto_are_those_of_transformers() -> None:
 
 def test_the_schedules_agree_with_deepspeeds(tmp_path: Path) -> None:
     """From the end of the warm-up on, at each step, up to one step's shift: DeepSpeed's formulas by hand."""
-    from hyper_parallel.step.lr_schedule import schedule
+    from hyper_parallel.step.recipe import schedule
 
     train = loaded(convert(EXAMPLES["warmup_decay"]), tmp_path).train
     ours = schedule(train.schedule, train.steps)

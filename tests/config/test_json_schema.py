@@ -16,7 +16,7 @@ from harness.examples import run_files
 from hyper_parallel import config
 from hyper_parallel.cli.schema import schema as command
 from hyper_parallel.config import RunConfig, yaml12
-from hyper_parallel.config.rl_run import load_rl
+from hyper_parallel.config.rl import load_rl
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import AXIS_NAMES, Strategy
 

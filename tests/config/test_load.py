@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.config import RunConfig, dump, from_dict, load, load_strategy
-from hyper_parallel.config.optimizer import AdamWConfig, MuonConfig
+from hyper_parallel.config.train import AdamWConfig, MuonConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Strategy
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.config import RunConfig, dump, from_dict, yaml12
-from hyper_parallel.config.json_schema import json_schema
+from hyper_parallel.config.schema import json_schema
 from hyper_parallel.errors import ConfigError
 
 ALL = {"pipeline", "replicate", "shard", "context", "tensor_y", "tensor_x", "expert"}

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.compat.local_tensor import on_rank, one_device, per_rank, simulated_ranks
-from hyper_parallel.layout.device_group import DeviceGroup
-from hyper_parallel.layout.mesh import Fold, Mesh
+from hyper_parallel.layout.mesh import DeviceGroup, Fold, Mesh
 from hyper_parallel.shard.context.attention import attention, give_axes
 from hyper_parallel.shard.context.mask import ContextMask, Positions
-from hyper_parallel.shard.context.position_split import PositionSplit
+from hyper_parallel.shard.context.plan import PositionSplit
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.process_mesh import ProcessMesh
 

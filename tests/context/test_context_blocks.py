@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.layout.device_group import DeviceGroup
-from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.context.block_schedule import Documents, blocks, relation, steps
-from hyper_parallel.shard.context.position_split import PositionSplit, position_chunks
+from hyper_parallel.layout.mesh import DeviceGroup, Mesh
+from hyper_parallel.shard.context.block_attention import Documents, blocks, relation, steps
+from hyper_parallel.shard.context.plan import PositionSplit, position_chunks
 from hyper_parallel.shard.mesh_axis import Axis
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hyper_parallel.shard.context import block_attention
-from hyper_parallel.shard.context.block_attention import attend, attend_backward
-from hyper_parallel.shard.context.online_softmax import Runs
+from hyper_parallel.shard.context.block_attention import Runs, attend, attend_backward
 
 
 @pytest.fixture(params=["kernel", "plain"])

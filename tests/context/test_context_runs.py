@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.layout.layout import Interval
-from hyper_parallel.shard.context.block_attention import attend
-from hyper_parallel.shard.context.online_softmax import Runs
+from hyper_parallel.shard.context.block_attention import Runs, attend
 
 QUERIES, KEYS, FEATURES = 8, 12, 5
 BLOCKS: tuple[tuple[Interval, Interval], ...] = (((2, 7), (0, 4)), ((4, 8), (4, 8)), ((3, 5), (8, 12)))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hyper_parallel.data.dealing import RowWork, dealt
+from hyper_parallel.data.order import RowWork, dealt
 
 
 def _longest(work: list[RowWork], places: list[int], ranks: int, micro: int) -> float:

@@ -26,11 +26,11 @@ from harness.vision_folders import (
 )
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, TextData, load_data
-from hyper_parallel.data.aligned_text import AlignedText
 from hyper_parallel.data.document import Chat, from_record, is_held_out
 from hyper_parallel.data.media import Media, load_audio, load_image
 from hyper_parallel.data.multimodal import RowCost
 from hyper_parallel.data.packing import IGNORED
+from hyper_parallel.data.processor import AlignedText
 from hyper_parallel.errors import DataError, HyperParallelError
 
 ASKED, SAID = CHATS[0]

@@ -139,7 +139,7 @@ def test_what_the_tokenizer_adds_is_part_of_its_ids(tokenizer: tokenizers.Tokeni
 
 
 def test_a_text_without_a_token_is_refused_by_its_place() -> None:
-    from hyper_parallel.data.character_tokenizer import character_tokenizer
+    from hyper_parallel.data.tokenizer import character_tokenizer
 
     found = tokenizers.Tokenizer(character_tokenizer("ab"))
     documents = [Text("line 1", "ab"), Text("line 2", "abc"), Text("line 3", "a")]

@@ -12,9 +12,7 @@ import pytest
 from hyper_parallel import config
 from hyper_parallel.config import RunConfig, yaml12
 from hyper_parallel.config.from_deepspeed import convert
-from hyper_parallel.config.json_schema import json_schema
-from hyper_parallel.config.merge import nest
-from hyper_parallel.config.schema import field_at
+from hyper_parallel.config.schema import field_at, json_schema, nest
 
 jsonschema = pytest.importorskip("jsonschema", reason="part of the extra 'dev'")
 

@@ -17,7 +17,7 @@ import hyper_parallel
 from hyper_parallel import checkpoint
 from hyper_parallel.cli.main import command
 from hyper_parallel.config import yaml12
-from hyper_parallel.config.json_schema import json_schema
+from hyper_parallel.config.schema import json_schema
 
 jsonschema = pytest.importorskip("jsonschema", reason="part of the extra 'dev'")
 

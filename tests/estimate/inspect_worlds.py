@@ -11,7 +11,7 @@ from torch import nn
 from hyper_parallel import config, shard
 from hyper_parallel.compat.collectives import counting
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch, model_of
+from hyper_parallel.estimate.prediction import count_micro_batches, micro_batch, model_of
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.step.batches import MicroBatch, StepBatch

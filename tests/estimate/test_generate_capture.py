@@ -22,7 +22,7 @@ from hyper_parallel.simulator.generation.shape_pass import of_shape
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.workload.published import shape
-from hyper_parallel.workload.to_config import to_config
+from hyper_parallel.workload.transformers_config import to_config
 from hyper_parallel.workload.work import Work
 
 

@@ -9,8 +9,7 @@ from inference_models import small_llama
 
 from hyper_parallel import Generator
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.inference import GenerationWorkload, Inference
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.generate_trace import SimulatedRun, simulate_run
 from hyper_parallel.simulator.generation import TierSplit

@@ -16,19 +16,19 @@ import hyper_parallel as hp
 from harness.examples import captured_examples
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.predict import cluster_of, predict_run
-from hyper_parallel.estimate.run_inputs import micro_batch, model_of
+from hyper_parallel.estimate.prediction import micro_batch, model_of
 from hyper_parallel.graph import Pass, StepGraph, pass_manager
 from hyper_parallel.graph.pass_manager import SCHEDULE, Ran
 from hyper_parallel.offloading.autograd.parallel_context import Around
 from hyper_parallel.offloading.schedule.offload_pass import Offload
 from hyper_parallel.overlap import Overlap
-from hyper_parallel.planner.auto import simulate_candidates
+from hyper_parallel.planner.auto import candidates
 from hyper_parallel.planner.refine import refine
 from hyper_parallel.planner.run_file import PlannedRunFile
-from hyper_parallel.shard import parallelize, placement, sharded
+from hyper_parallel.shard import parallelize, process_mesh, sharded
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.memory_budget import Budget
@@ -80,7 +80,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], li
         return list(found)
 
     monkeypatch.setattr(pass_manager, "run_passes", recorded)
-    monkeypatch.setattr(placement, "backend", lambda kind: _Device())
+    monkeypatch.setattr(process_mesh, "backend", lambda kind: _Device())
     return passes_of
 
 
@@ -120,7 +120,7 @@ def test_refinement_and_automatic_choice_take_them_too(seen: Any) -> None:
     trained = seen(lambda: _trained(run))
     file = PlannedRunFile(run.model_dump(mode="json", exclude_unset=True), "", ())
     assert seen(lambda: refine([file], cluster, lambda _: None)) == trained
-    assert seen(lambda: simulate_candidates._one((run.model_dump_json(), cluster))) == trained
+    assert seen(lambda: candidates._simulated((run.model_dump_json(), cluster))) == trained
 
 
 def test_a_budget_is_met_by_the_pass_that_is_predicted(seen: Any) -> None:

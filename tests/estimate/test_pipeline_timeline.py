@@ -10,8 +10,8 @@ from hyper_parallel.estimate.pipeline_timeline import Ends, PipelineStep, pipeli
 from hyper_parallel.estimate.stage_price import StagePrice
 from hyper_parallel.estimate.step_figures import Resident
 from hyper_parallel.layout import DeviceGroup, Mesh
-from hyper_parallel.report.gantt import gantt, idle_stretches
-from hyper_parallel.runtime.choose_schedule import caps_of_1f1b
+from hyper_parallel.report.html import gantt, idle_stretches
+from hyper_parallel.runtime.build_program import caps_of_1f1b
 from hyper_parallel.runtime.stage_costs import StageMemory
 from hyper_parallel.schedule import (
     Costs,
@@ -21,7 +21,7 @@ from hyper_parallel.schedule import (
     named_schedule,
     with_steady_pairs,
 )
-from hyper_parallel.schedule.closed_forms import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
+from hyper_parallel.schedule.lower_bound import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
 from hyper_parallel.trace import Timeline, is_compute
 
 SAVED, LEFT = 100, 40

@@ -17,11 +17,11 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError, StrategyError
 from hyper_parallel.estimate import Prediction, cluster_of, predict_run
-from hyper_parallel.estimate.run_inputs import model_of
+from hyper_parallel.estimate.prediction import model_of
 from hyper_parallel.estimate.stage_capture import capture_stages
 from hyper_parallel.estimate.stage_price import StagePrice, node_seconds, price_stage
 from hyper_parallel.graph.stage_cut import flops_cost
-from hyper_parallel.step.pipeline_pairs import merged_pairs
+from hyper_parallel.step.pipeline_plan import merged_pairs
 from hyper_parallel.verify.families import FAMILIES
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

@@ -10,7 +10,7 @@ import pytest
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.estimate.build_trace import trace_of
-from hyper_parallel.estimate.run_inputs import model_of
+from hyper_parallel.estimate.prediction import model_of
 from hyper_parallel.graph import Pass
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.simulator import simulate

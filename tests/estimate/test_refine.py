@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.overlap import overlap_pass
+from hyper_parallel.overlap import order_search
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.metrics import figures
@@ -50,7 +50,7 @@ def test_a_step_above_the_limit_is_not_ordered(monkeypatch: pytest.MonkeyPatch) 
     (within,) = refine([file], cluster, said.append, limit=1e12)
     assert free.peak is not None
     assert within == free
-    monkeypatch.setattr(overlap_pass, "overlap", _never)
+    monkeypatch.setattr(order_search, "overlap", _never)
     (above,) = refine([file], cluster, said.append, limit=free.peak / 4)
     assert above.seconds is None
     assert above.fits is False

@@ -9,14 +9,14 @@ import pytest
 
 from harness.examples import EXAMPLES, captured_examples
 from hyper_parallel import config
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate import build_trace, cluster_of, predict_run
-from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch, model_of
+from hyper_parallel.estimate.prediction import count_micro_batches, micro_batch, model_of
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.ir import values_of
 from hyper_parallel.overlap.collective_order import order_digest
-from hyper_parallel.shard import parallelize, placement
+from hyper_parallel.shard import parallelize, process_mesh
 from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.recipe import Recipe
@@ -75,7 +75,7 @@ def _digest(step: StepGraph) -> str:
 def test_simulate_prices_the_nodes_that_train_runs_in_their_order(
     example: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "backend", lambda kind: _Device())
+    monkeypatch.setattr(process_mesh, "backend", lambda kind: _Device())
     # A prediction takes the rows of experts as known and even; a step of training reads them.
     monkeypatch.setattr(build_trace, "load_of", lambda strategy: None)
     priced: list[StepGraph] = []
@@ -101,6 +101,6 @@ def test_simulate_prices_the_nodes_that_train_runs_in_their_order(
 
 
 def test_another_order_has_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "backend", lambda kind: _Device())
+    monkeypatch.setattr(process_mesh, "backend", lambda kind: _Device())
     run, other = _small("quickstart.yaml"), _small("quickstart.yaml", "strategy.overlap.schedule=none")
     assert _digest(_trained(run)) != _digest(_trained(other))

@@ -10,9 +10,9 @@ import pytest
 from hyper_parallel import config
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate import build_trace, cluster_of, predict, predict_run
+from hyper_parallel.estimate.build_trace import TraceStore
 from hyper_parallel.estimate.prediction import Prediction
-from hyper_parallel.estimate.trace_store import TraceStore
-from hyper_parallel.step import code_digest
+from hyper_parallel.step import graph_key
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -30,7 +30,7 @@ def _predicted(
 @pytest.fixture(autouse=True)
 def unchanged_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that other tests of this process wrote and loaded count as loaded from what is there."""
-    monkeypatch.setattr(code_digest, "_BEGUN", time.time())
+    monkeypatch.setattr(graph_key, "_BEGUN", time.time())
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ def test_a_damaged_file_is_captured_and_written_again(tmp_path: Path, captures: 
 def test_code_that_has_changed_is_captured(
     tmp_path: Path, captures: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hyper_parallel.estimate import trace_store
+    from hyper_parallel.estimate import build_trace
 
     _predicted(_run(), tmp_path)
-    monkeypatch.setattr(trace_store, "source_digest", lambda _: "another")
+    monkeypatch.setattr(build_trace, "source_digest", lambda _: "another")
     _predicted(_run(), tmp_path)
     assert len(captures) == 2
 

@@ -11,7 +11,7 @@ from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.estimate import Prediction, cluster_of, predict_run
-from hyper_parallel.estimate.whole_recompute import left_out_seconds
+from hyper_parallel.estimate.stage_price import left_out_seconds
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.trace import Collective, Op

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel import shard
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
-from hyper_parallel.shard.experts.auxiliary_loss import auxiliary_loss
-from hyper_parallel.shard.experts.load_balancing import imbalance, take_loads, update_biases
+from hyper_parallel.shard.experts.routing import imbalance, take_loads, update_biases
+from hyper_parallel.shard.loss.auxiliary_loss import auxiliary_loss
 from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.strategy import Strategy
 

@@ -15,8 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.experts.dispatch import compute
-from hyper_parallel.shard.experts.placement import Placement
-from hyper_parallel.shard.experts.places import Places, add_places, set_places
+from hyper_parallel.shard.experts.placement import Placement, Places, add_places, set_places
 from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.strategy import Strategy
 

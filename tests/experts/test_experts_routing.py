@@ -7,8 +7,8 @@ import torch
 from moe import batch, build, filled, one_device_step, simulated_step
 
 from hyper_parallel import shard
-from hyper_parallel.shard.experts.auxiliary_loss import auxiliary_loss
-from hyper_parallel.shard.experts.load_balancing import has_biases
+from hyper_parallel.shard.experts.routing import has_biases
+from hyper_parallel.shard.loss.auxiliary_loss import auxiliary_loss
 from hyper_parallel.strategy import Strategy
 
 
@@ -59,7 +59,7 @@ def test_corrected_biases_are_those_of_one_device(strategy: dict[str, object]) -
 
 
 def test_evaluation_is_not_counted() -> None:
-    from hyper_parallel.shard.experts.load_balancing import loads
+    from hyper_parallel.shard.experts.routing import loads
 
     model = filled("mixtral", Strategy())
     with torch.no_grad():

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyper_parallel.compat.fake_process_group import fake_mode
+from hyper_parallel.compat.fake_tensors import fake_mode
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import StepGraph, capture, executable, lifetimes, phase
-from hyper_parallel.graph.accumulate import Accumulation, accumulation, when_of
-from hyper_parallel.graph.execute_loop import loop_executable
+from hyper_parallel.graph.accumulate import Accumulation, accumulation, loop_executable, when_of
 from hyper_parallel.graph.expand import expanded, unrolled
 from hyper_parallel.graph.ir import GivenTensor
-from hyper_parallel.graph.regions import micro_batch, region_of
+from hyper_parallel.graph.step_context import micro_batch, region_of
 
 WEIGHT = torch.tensor([2.0, 3.0, 5.0])
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.graph import capture, phase
-from hyper_parallel.graph.alike_layers import (
+from hyper_parallel.graph.likeness import (
     Period,
     find_period,
     kinds,
     likeness,
     signature,
 )
-from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.step_context import region_of
 
 
 class _Layer(nn.Module):

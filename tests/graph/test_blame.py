@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, capture, executable, phase
 
@@ -114,9 +114,8 @@ def test_a_line_of_transformers_is_named_where_the_user_wrote_none() -> None:
     import hyper_parallel as hp
     from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
     from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-    from hyper_parallel.step.lr_schedule import schedule
     from hyper_parallel.step.optimizer import build_optimizer
-    from hyper_parallel.step.recipe import Recipe
+    from hyper_parallel.step.recipe import Recipe, schedule
 
     small = MixtralConfig(
         vocab_size=32,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.compat import foreach_kernels
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat import kernels
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, capture, executable, host, lifetimes, peak, phase, values_of
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.host_nodes import HostPoint
 
 
 def _fake(*shape: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_an_update_is_captured_without_memory_for_its_parameter() -> None:
 
         def step() -> dict[str, torch.Tensor]:
             with phase("optimizer"), torch.no_grad():
-                foreach_kernels.adamw_(
+                kernels.adamw_(
                     [model.weight],
                     [gradient],
                     [first],

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hyper_parallel.compat import backend
-from hyper_parallel.compat.events import EventClock, HostClock
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.backend import EventClock, HostClock
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.graph import StepGraph, capture, executable, host
+from hyper_parallel.graph.host_nodes import HostPoint
 from hyper_parallel.graph.profile import Profiler
-from hyper_parallel.graph.suspension import HostPoint
 
 
 class _Ticks:

@@ -17,16 +17,13 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from hyper_parallel.compat import inductor
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import CompileError
 from hyper_parallel.graph import StepGraph, capture, executable, host, phase
-from hyper_parallel.graph.compiled import compiled
-from hyper_parallel.graph.compiled.artifacts import obtain, own
-from hyper_parallel.graph.compiled.digest import digest
-from hyper_parallel.graph.compiled.partition import FEWEST, Subgraph, partition
-from hyper_parallel.graph.compiled.replace import replace
-from hyper_parallel.graph.regions import Region
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.artifacts import obtain, own
+from hyper_parallel.graph.compiled import FEWEST, Subgraph, compiled, digest, partition, replace
+from hyper_parallel.graph.host_nodes import HostPoint
+from hyper_parallel.graph.step_context import Region
 
 Tensors = dict[str, torch.Tensor]
 

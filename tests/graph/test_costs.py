@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import CollectiveGroup, StepGraph, capture, costs
 from hyper_parallel.workload.work import Work
@@ -186,7 +186,7 @@ def test_sizes_that_the_data_decide_are_given() -> None:
 
 def test_a_collective_gives_its_input_to_the_ranks_of_its_group() -> None:
     from hyper_parallel.compat import collectives
-    from hyper_parallel.compat.fake_process_group import fake_ranks
+    from hyper_parallel.compat.fake_tensors import fake_ranks
 
     with fake_ranks(4, 0):
         name = torch.distributed.group.WORLD.group_name

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import fx
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import StepGraph, capture, dependencies, executable, host, legal, peak, reorder
+from hyper_parallel.graph.host_nodes import HostPoint
 from hyper_parallel.graph.memory_effects import is_view
-from hyper_parallel.graph.suspension import HostPoint
 
 
 def _writes_through_views() -> StepGraph:

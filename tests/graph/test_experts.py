@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness import run_ranks
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, executable, lifetimes
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes

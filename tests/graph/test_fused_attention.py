@@ -11,7 +11,7 @@ from torch.nn import functional
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.predict import cluster_of, predict_run
 from hyper_parallel.graph import capture
-from hyper_parallel.graph.fused_attention import padded_values
+from hyper_parallel.graph.capture_overrides import padded_values
 from hyper_parallel.graph.ir import GivenTensor
 from hyper_parallel.graph.step_context import current_step
 

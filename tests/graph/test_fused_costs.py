@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.graph import StepGraph, capture, costs
-from hyper_parallel.graph.fused_costs import fused_costs
 from hyper_parallel.graph.lower import lowered
+from hyper_parallel.graph.operator_costs import fused_costs
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.trace import Op
 from hyper_parallel.workload.work import Work

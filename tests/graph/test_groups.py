@@ -7,14 +7,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, group_of, is_collective, is_wait
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import Recipe, schedule
 from hyper_parallel.strategy import Strategy
 
 MODEL = LlamaConfig(

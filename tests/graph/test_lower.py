@@ -9,15 +9,14 @@ from torch import nn
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster, Device, Link, Tier
 from hyper_parallel.compat import collectives
-from hyper_parallel.compat.fake_process_group import fake_ranks
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fake_tensors import fake_ranks
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import CollectiveGroup, StepGraph, capture, lower, peak
 from hyper_parallel.simulator import simulate
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import Recipe, schedule
 
 ONE = Cluster(
     device=Device("one", {"float32": 1e9}, {"float32": 1e12}, Tier("device", 1e12, 1e15, 1e15)),

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import StepGraph, executable, is_collective, is_wait, lifetimes, validate
-from hyper_parallel.graph.cluster_uses import cluster_uses, sums_at_birth, updates_together
-from hyper_parallel.graph.low_precision_grads import narrow
-from hyper_parallel.graph.matmuls import operator_name
 from hyper_parallel.graph.memory_effects import touched
+from hyper_parallel.graph.operator_costs import operator_name
+from hyper_parallel.graph.recompute_policies import narrow
+from hyper_parallel.graph.reorder_for_memory import cluster_uses, sums_at_birth, updates_together
 from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.step.recipe import CONTROL_VECTOR
 from hyper_parallel.verify.families import FAMILIES

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from hyper_parallel.graph.no_gc import collect_between, uncollected
+from hyper_parallel.graph.capture_overrides import collect_between, uncollected
 
 
 @uncollected()

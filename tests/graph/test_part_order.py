@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import StepGraph, capture
 from hyper_parallel.graph.ir import GivenTensor
-from hyper_parallel.graph.part_order import part_order
-from hyper_parallel.shard.submodel_modules import submodel_of
+from hyper_parallel.graph.partition import part_order
+from hyper_parallel.shard.model_structure import submodel_of
 
 
 class Joined(nn.Module):

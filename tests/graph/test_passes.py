@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import Rewrite, StepGraph, capture, changes, run_passes, text
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.graph.same_graph import difference
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.host_nodes import HostPoint
+from hyper_parallel.graph.likeness import difference
 from hyper_parallel.shard import parallelize
-from hyper_parallel.step import capture_periods, capture_train_step
+from hyper_parallel.step import capture_micro_batch as capture_periods
+from hyper_parallel.step import capture_train_step
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
 from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one, state
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe

@@ -12,15 +12,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from harness.captured import recipe_of
-from hyper_parallel.compat.fake_process_group import fake_ranks
-from hyper_parallel.compat.graph_nodes import append_call, copy_node
-from hyper_parallel.compat.symbolic_sizes import another_symbol, expression
+from hyper_parallel.compat.fake_tensors import fake_ranks
+from hyper_parallel.compat.fx_graph import another_symbol, append_call, copy_node, expression
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.costs import Pricer
 from hyper_parallel.graph.dependencies import dependencies
 from hyper_parallel.graph.dynamic_sizes import Sizes, balanced_sizes, known
-from hyper_parallel.graph.ir import values_of
+from hyper_parallel.graph.ir import is_collective, values_of
 from hyper_parallel.graph.memory_effects import effects, reads, touched, writes
 from hyper_parallel.step import capture_train_step
 from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one

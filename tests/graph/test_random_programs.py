@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import (
     StepGraph,
@@ -27,7 +27,7 @@ from hyper_parallel.graph import (
     repeatable,
     validate,
 )
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.host_nodes import HostPoint
 
 Instruction = tuple[str, int, int]
 Tensors = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import (
     StepGraph,
@@ -31,8 +31,8 @@ from hyper_parallel.graph import (
     workspaces,
 )
 from hyper_parallel.graph.ir import Value
-from hyper_parallel.graph.matmuls import is_expensive, operator_name
 from hyper_parallel.graph.memory_effects import begun
+from hyper_parallel.graph.operator_costs import is_expensive, operator_name
 from hyper_parallel.graph.recompute import moved_meta
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.step.capture_train_step import capture_step

@@ -13,30 +13,26 @@ from torch import fx, nn
 
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import StepGraph, rewritten, values_of
-from hyper_parallel.graph.alike_layers import likeness
-from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
+from hyper_parallel.graph.ir import is_cache, is_collective
+from hyper_parallel.graph.likeness import likeness
 from hyper_parallel.graph.pass_manager import Rewrite
-from hyper_parallel.graph.regions import Region, layer_finder, layer_of, region_of
-from hyper_parallel.graph.tier_ops import is_cache
+from hyper_parallel.graph.step_context import Region, layer_finder, layer_of, region_of
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.offloading.schedule.build_problem import build_problem
-from hyper_parallel.offloading.schedule.insert_transfers import apply
-from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
-from hyper_parallel.offloading.schedule.transfers import Move
+from hyper_parallel.offloading.schedule.offload_pass import apply
+from hyper_parallel.offloading.schedule.problem import Move, OffloadTier, Rate
 from hyper_parallel.overlap import Overlap, overlap
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.chunked_matmul import Chunked, Chunks
-from hyper_parallel.overlap.jobs import lanes_of
-from hyper_parallel.overlap.layer_window import excerpt
+from hyper_parallel.overlap.jobs import excerpt, lanes_of
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import Recipe, schedule
 
 HOST = OffloadTier("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
 LAYERS, MICRO, LENGTH = 4, 2, 16

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.graph import StepGraph, capture
-from hyper_parallel.graph.accumulate import Accumulation
-from hyper_parallel.graph.rerun import changed_input
+from hyper_parallel.graph.accumulate import Accumulation, changed_input
 
 
 def _step(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> StepGraph:

@@ -11,11 +11,11 @@ import torch
 
 from harness.captured import recipe_of
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.likeness import difference
 from hyper_parallel.graph.period_pattern import Pair, Unlike
 from hyper_parallel.graph.periods import assembled
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.same_graph import difference
-from hyper_parallel.step import capture_periods, capture_train_step
+from hyper_parallel.graph.step_context import region_of
+from hyper_parallel.step import capture_micro_batch, capture_train_step
 from hyper_parallel.step.capture_train_step import MicroBatchShape
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import family_config
@@ -25,7 +25,7 @@ def _captured(kept: int) -> tuple[StepGraph, Pair]:
     """A step captured with the first `kept` - 1 layers and the last, and the first and the last of these."""
     family = {**FAMILIES["llama"], "num_hidden_layers": 9}
     recipe = recipe_of(family, family_config(family, {"axes": {}}, {}))
-    (plan, *_), shape = capture_periods._plans(recipe.handle), MicroBatchShape(2, 32, False)
+    (plan, *_), shape = capture_micro_batch._plans(recipe.handle), MicroBatchShape(2, 32, False)
     few = plan._few(
         recipe.handle,
         lambda: capture_train_step._captured(recipe, shape, 1, "cpu"),

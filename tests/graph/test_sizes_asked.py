@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, capture, executable
 from hyper_parallel.graph.guards import Question, Questions

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import fx
 
-from hyper_parallel.graph import Slot, StepGraph, tier_ops, validate, values_of
-from hyper_parallel.graph.host_update import is_update, storages_of
+from hyper_parallel.graph import Slot, StepGraph, ir, validate, values_of
+from hyper_parallel.graph.host_nodes import is_update, storages_of
 from hyper_parallel.graph.memory_effects import touched
-from hyper_parallel.graph.regions import Region
+from hyper_parallel.graph.step_context import Region
 
 
 def placed(step: StepGraph, tier: str = "host") -> StepGraph:
@@ -34,14 +34,14 @@ def placed(step: StepGraph, tier: str = "host") -> StepGraph:
             moved.meta = {"region": Region("", None, "optimizer"), "module": "", "recomputed": False}
 
         first, last = uses[master][0], uses[master][-1]
-        put(tier_ops.prefetch, master, first)
-        put(tier_ops.wait, master, first)
-        put(tier_ops.detach, master, last.next)
+        put(ir.prefetch, master, first)
+        put(ir.wait, master, first)
+        put(ir.detach, master, last.next)
         # Behind the last use or, of a gradient that nothing but the update looks at, behind what made it.
         behind = [*uses[gradient], names[gradient]][-1 if not uses[gradient] else len(uses[gradient]) - 1]
-        put(tier_ops.store, gradient, behind.next)
-        put(tier_ops.wait, gradient, node)
-        put(tier_ops.detach, gradient, node)
+        put(ir.store, gradient, behind.next)
+        put(ir.wait, gradient, node)
+        put(ir.detach, gradient, node)
     made.slots = slots
     validate(step, made)
     return made

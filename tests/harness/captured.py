@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from harness.replay import Values, gradients, replay
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.shard import ShardedModel, parallelize
 from hyper_parallel.shard.loss import valid_tokens
-from hyper_parallel.shard.whole_tensors import cut
+from hyper_parallel.shard.reshard import cut
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.build import fill_model
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state

@@ -17,8 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
-from hyper_parallel.offloading.schedule.problem import Buffer, Problem
-from hyper_parallel.offloading.schedule.transfers import Move
+from hyper_parallel.offloading.schedule.problem import Buffer, Move, Problem
 
 
 def check_moves(problem: Problem, moves: Iterable[Move]) -> None:

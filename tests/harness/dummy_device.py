@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.compat.cpu_streams import CpuEvent, CpuStream, synchronize_all
+from hyper_parallel.compat.cpu import CpuEvent, CpuStream, synchronize_all
 
 COLLECTIVE = "dummyccl"
 _state = threading.local()

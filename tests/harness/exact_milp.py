@@ -48,8 +48,7 @@ import highspy
 import numpy as np
 
 from hyper_parallel.offloading.schedule.idle_intervals import gaps_of
-from hyper_parallel.offloading.schedule.problem import Problem
-from hyper_parallel.offloading.schedule.transfers import Move
+from hyper_parallel.offloading.schedule.problem import Move, Problem
 
 SHORT = 1e-6
 """Of the step: a node that takes less counts as a wait for leaves behind it, which any step may have, since the solver

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 
 from harness.check_moves import check_moves
-from hyper_parallel.offloading.schedule.problem import Buffer, Problem
-from hyper_parallel.offloading.schedule.transfers import Move
+from hyper_parallel.offloading.schedule.problem import Buffer, Move, Problem
 
 
 def long_run(problem: Problem, moves: Iterable[Move], steps: int = 60) -> float:

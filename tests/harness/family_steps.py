@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
 from hyper_parallel.config import RunConfig
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.offloading.runtime.executor import Runtime
+from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.step.capture_train_step import capture_step, state
 from hyper_parallel.step.recipe import CONTROL_VECTOR
 from hyper_parallel.verify.families import FAMILIES

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.idle_intervals import gaps_of
-from hyper_parallel.offloading.schedule.minimum_budget import farthest
+from hyper_parallel.offloading.schedule.idle_intervals import Chosen, gaps_of
 from hyper_parallel.offloading.schedule.problem import Problem
-from hyper_parallel.offloading.schedule.selection import Chosen
+from hyper_parallel.offloading.schedule.solve import farthest
 from hyper_parallel.offloading.schedule.transfer_layout import Layout
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.offloading.tiers import HostTier
-from hyper_parallel.offloading.tiers.copies import Copy
+from hyper_parallel.offloading.tiers.slots import Copy
 
 
 class Observer(TorchDispatchMode):

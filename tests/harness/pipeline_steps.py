@@ -14,16 +14,22 @@ from harness.ranks import run_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.shard import parallelize, sharded
-from hyper_parallel.shard.experts.load_balancing import take_loads, update_biases
+from hyper_parallel.shard.experts.routing import take_loads, update_biases
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.step.pipeline_build import build_pipeline
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model, draw_batch, family_config
-from hyper_parallel.verify.pipeline_step import merged, pipeline_batch, run_pipeline_step
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.run import alone
-from hyper_parallel.verify.step import StepOutcome, Tensors, run_step
+from hyper_parallel.verify.step import (
+    StepOutcome,
+    Tensors,
+    merged,
+    pipeline_batch,
+    run_pipeline_step,
+    run_step,
+)
 
 Settings = Mapping[str, Any]
 FIELDS = ("input_ids", "labels", "position_ids")

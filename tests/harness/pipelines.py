@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from harness.captured import micro_batches, recipe_of, text_batch
-from hyper_parallel.compat.fake_process_group import fake_mode, faked
+from hyper_parallel.compat.fake_tensors import fake_mode, faked
 from hyper_parallel.graph import StepGraph, capture, executable, phase
-from hyper_parallel.graph.gradient_layout import owned
-from hyper_parallel.graph.gradient_sums import GRADIENT
-from hyper_parallel.graph.ir import GivenTensor
-from hyper_parallel.graph.module_state import module_state
+from hyper_parallel.graph.gradients import GRADIENT, owned
+from hyper_parallel.graph.ir import GivenTensor, module_state
 from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup, Program
 from hyper_parallel.runtime.build_program import pipeline_program
 from hyper_parallel.runtime.interpreter import Interpreter
+from hyper_parallel.runtime.rank_transfers import MemoryTransfers, memory_channels
 from hyper_parallel.runtime.stage_runner import StageRunner
-from hyper_parallel.runtime.transfers import MemoryTransfers, memory_channels
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
 from hyper_parallel.step.micro_batch import MICRO_FIELDS

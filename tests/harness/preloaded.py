@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel
 from hyper_parallel import Strategy, init_weights, parallelize
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 
 MODELS = (
     "deepseek_v3", "gemma2", "gemma3", "gpt2", "gpt_oss", "llama", "llava", "mistral", "mixtral", "olmoe", "opt",

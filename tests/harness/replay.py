@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from hyper_parallel.compat.dispatch import below_autograd
 from hyper_parallel.graph import StepGraph, group_of, is_collective, is_wait, values_of
-from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.host_nodes import HOST
 
 Values = dict[fx.Node, Any]
 Host = Callable[[int, str, list[Tensor], Values], Tensor | None]

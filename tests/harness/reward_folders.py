@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hyper_parallel.data.character_tokenizer import character_tokenizer
-from hyper_parallel.rl.environments.tasks import VOCABULARY
+from hyper_parallel.data.tokenizer import character_tokenizer
+from hyper_parallel.rl.tasks import VOCABULARY
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,

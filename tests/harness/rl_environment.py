@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hyper_parallel.rl.environments.environment import Turn
+from hyper_parallel.rl.environments import Turn
 
 
 class TwoTurns:

@@ -8,13 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hyper_parallel.rl.losses.advantages import group_advantages, leave_one_out_advantages
-from hyper_parallel.rl.losses.gae import gae, token_rewards, whiten
-from hyper_parallel.rl.losses.kl import kl_estimate
-from hyper_parallel.rl.losses.policy import PolicyObjective, policy_loss
+from hyper_parallel.rl.losses.advantages import (
+    gae,
+    group_advantages,
+    leave_one_out_advantages,
+    token_rewards,
+    whiten,
+)
+from hyper_parallel.rl.losses.policy import PolicyObjective, kl_estimate, policy_loss, value_loss
 from hyper_parallel.rl.losses.preference import dpo_loss, kto_loss, kto_reference_point, reward_model_loss
 from hyper_parallel.rl.losses.reductions import loss_count, sequence_logprobs
-from hyper_parallel.rl.losses.value import value_loss
 
 Batch = dict[str, Tensor]
 Outputs = dict[str, Tensor]

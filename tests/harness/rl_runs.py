@@ -14,15 +14,13 @@ from harness.ranks import run_ranks
 from harness.rl_reward import share
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.config.load import build
-from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.rl.environments.tasks import tasks
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.rl.roles.actor import Actor
-from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
-from hyper_parallel.rl.roles.reward_model import RewardModel
+from hyper_parallel.rl.roles.models import RewardModel, rollout_model, tokenizer_of, trained_policy
 from hyper_parallel.rl.roles.rollout import Rollout
-from hyper_parallel.rl.roles.rollout_model import rollout_model
 from hyper_parallel.rl.sample import Prompted, Sample
-from hyper_parallel.rl.weights.local_parameters import local_tensors
+from hyper_parallel.rl.tasks import tasks
+from hyper_parallel.rl.weights.transfer import local_tensors
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 
 REWARD = Path(__file__).with_name("rl_reward.py")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.launch.roles import Instruction, LocalEngine
 
 STARTS_S = 120.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.dependencies import reorder
+from hyper_parallel.graph.ir import is_collective
 from hyper_parallel.graph.pass_manager import SCHEDULE
 from hyper_parallel.overlap.jobs import Priced, Prices, jobs_of
 from hyper_parallel.overlap.list_scheduling import arrange

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from harness.traces import Ops, toy, trace
-from hyper_parallel.offloading.schedule.problem import Problem
-from hyper_parallel.offloading.schedule.transfers import Move
+from hyper_parallel.offloading.schedule.problem import Move, Problem
 from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.workload.work import Work

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.offloading.runtime.executor import Runtime
+from hyper_parallel.offloading.runtime import Runtime
 
 
 class Late:

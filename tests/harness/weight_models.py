@@ -13,11 +13,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyper_parallel.rl.weights.description import Description
-from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
-from hyper_parallel.rl.weights.meeting import Meeting
-from hyper_parallel.rl.weights.options import TransferOptions
-from hyper_parallel.rl.weights.plan import plan_weights
-from hyper_parallel.rl.weights.transfer import WeightTransfer, connect
+from hyper_parallel.rl.weights.plan import TransferOptions, plan_weights
+from hyper_parallel.rl.weights.transfer import Meeting, WeightTransfer, connect, describe, local_tensors
 from hyper_parallel.shard import parallelize
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 from hyper_parallel.strategy import Strategy

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.ranks import RanksError, run_ranks
-from hyper_parallel.compat.standalone_group import serve_store
+from hyper_parallel.compat.process_groups import serve_store
 
 
 def run_roles(

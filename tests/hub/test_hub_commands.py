@@ -14,8 +14,8 @@ import yaml
 from harness.forked_command import run_command
 from harness.hub_server import HubServer
 from hyper_parallel.cli.hub_models import fetched_rl
-from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.rl.role_split.saved_split import write_run
+from hyper_parallel.config.rl import RLConfig
+from hyper_parallel.rl.role_split import write_run
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,8 +13,7 @@ import pytest
 
 from harness.hub_server import HubServer
 from hyper_parallel import config
-from hyper_parallel.config.data import DataConfig
-from hyper_parallel.config.hub_data import HubData
+from hyper_parallel.config.data import DataConfig, HubData
 from hyper_parallel.data.document import Chat, Text
 from hyper_parallel.data.hub_data import prepared
 from hyper_parallel.data.read_documents import documents

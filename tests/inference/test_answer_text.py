@@ -12,7 +12,7 @@ from transformers import StopStringCriteria
 
 from harness import chat_model
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.inference.answer_text import before_stop
+from hyper_parallel.inference.request import before_stop
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hyper_parallel.compat.matrix_products import products_by, unchanged_products
+from hyper_parallel.compat.dispatch import products_by, unchanged_products
 from hyper_parallel.inference.blocked_products import _SAME, blocked_products, column_major
-from hyper_parallel.inference.row_views import RowViews
+from hyper_parallel.inference.paged_attention import RowViews
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])

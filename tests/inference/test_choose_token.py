@@ -9,7 +9,7 @@ import torch
 from transformers.generation import logits_process as processors
 
 from hyper_parallel.config.inference import Sampling
-from hyper_parallel.inference.choose_token import choose, choose_plainly, draw_of, filtered, penalized
+from hyper_parallel.inference.sampler import choose, choose_plainly, draw_of, filtered, penalized
 
 
 def logits(seed: int, size: int = 97) -> torch.Tensor:

@@ -15,13 +15,12 @@ from harness import run_ranks
 from harness.observer import Observer
 from harness.small_folder import save_small_llama
 from hyper_parallel import Strategy
-from hyper_parallel.config.generate import GenerationStrategy
-from hyper_parallel.config.generation_plan import load_plan
+from hyper_parallel.config.generate import GenerationStrategy, load_plan
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.inference import Completion, Generator
 from hyper_parallel.inference.batch import run_batch
-from hyper_parallel.inference.kv_cache.int8_rows import groups_of, pack, packed_size, unpack
+from hyper_parallel.inference.kv_cache.pages import groups_of, pack, packed_size, unpack
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, page_bytes
 from inference.opened_tiers import opened
 from inference.small_models import prompts, small

@@ -14,9 +14,9 @@ from harness.observer import OfPyTorch
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference import Completion, Generator, Request
-from hyper_parallel.inference.budget.needs import Needs
-from hyper_parallel.inference.budget.plan import Module, Sizes
 from hyper_parallel.inference.kv_cache.sizes import LayerShape, page_bytes
+from hyper_parallel.inference.memory_needs import Needs
+from hyper_parallel.inference.memory_plan import Module, Sizes
 from inference.small_models import prompts, small
 
 SETTINGS: dict[str, Any] = {"page": 16, "max_tokens": 5, "logprobs": True, "n": 2, "temperature": 1.0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyper_parallel.inference.kv_cache.eviction import PredictedUse
+from hyper_parallel.inference.kv_cache.tiers import PredictedUse
 
 
 def test_a_prefix_that_is_used_often_stays_and_its_continuations_go_first() -> None:

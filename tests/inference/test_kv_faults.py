@@ -11,7 +11,7 @@ import torch
 from hyper_parallel.errors import ConfigError, DataError, TierError
 from hyper_parallel.inference import Generator
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
-from hyper_parallel.offloading.tiers.direct_file import DirectFile
+from hyper_parallel.offloading.tiers.file_io import DirectFile
 from inference.opened_tiers import opened
 from inference.small_models import prompts, small
 

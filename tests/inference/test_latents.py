@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.inference import Generator
-from hyper_parallel.inference.kv_cache.latents import Latents, Matrices
+from hyper_parallel.inference.kv_cache.paged_cache import Latents, Matrices
 from hyper_parallel.inference.paged_attention import _Kernel
 from hyper_parallel.inference.ragged_pass import Segment
 from inference.small_models import prompts, small

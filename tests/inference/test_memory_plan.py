@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.inference.budget.plan import MemoryPlan, Module, Sizes, make_plan, pair_bytes, smallest
-from hyper_parallel.inference.weights.buffer import Region, StreamBuffer
+from hyper_parallel.inference.memory_plan import MemoryPlan, Module, Sizes, make_plan, pair_bytes, smallest
+from hyper_parallel.inference.weights.read_ahead import Region, StreamBuffer
 from hyper_parallel.inference.weights.units import ALIGN
 
 MODULES = st.lists(

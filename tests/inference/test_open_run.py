@@ -9,8 +9,7 @@ import torch
 
 from hyper_parallel.config.generate import inference_settings
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.request import Completion, Request
-from hyper_parallel.inference.running import Running
+from hyper_parallel.inference.request import Completion, Request, Running
 from inference.small_models import prompts, small
 
 

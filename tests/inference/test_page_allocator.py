@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.inference.kv_cache.page_allocator import PageAllocator, Run
+from hyper_parallel.inference.kv_cache.page_pool import PageAllocator, Run
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))

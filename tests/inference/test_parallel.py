@@ -14,8 +14,8 @@ from hyper_parallel.config.inference import Sampling
 from hyper_parallel.errors import ConfigError, UnsupportedModelError
 from hyper_parallel.inference import Generator, Request
 from hyper_parallel.inference.ragged_pass import Segment
-from hyper_parallel.inference.workers.context_group import ContextGroup
-from hyper_parallel.inference.workers.split_requests import split
+from hyper_parallel.inference.rank_groups import ContextGroup
+from hyper_parallel.inference.worker import split
 from inference.small_models import prompts, small
 
 TOKENS = 16

@@ -9,7 +9,7 @@ import pytest
 
 from hyper_parallel.errors import DataError
 from hyper_parallel.inference import Completion
-from hyper_parallel.inference.prompt_file import AnswerFile, read_prompts
+from hyper_parallel.inference.batch import AnswerFile, read_prompts
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.generation_settings import generation_settings, stop_tokens
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.inference import Generator
-from hyper_parallel.inference.prompt_ids import prompt_ids
-from hyper_parallel.rl.roles.policy_model import ends_of
+from hyper_parallel.inference.request import prompt_ids
+from hyper_parallel.rl.roles.models import ends_of
 
 CHAT = [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hel"}]
 WITH_TOOLS = (

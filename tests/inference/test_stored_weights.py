@@ -11,7 +11,7 @@ import torch
 
 from hyper_parallel.compat.hf_conversions import has_float32_exceptions
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.inference.weights.source import FolderSource
+from hyper_parallel.inference.weights.tiers import FolderSource
 from shard.converted_families import blank, logits, noisy
 
 

@@ -14,7 +14,7 @@ from trainer_cases import Case, as_torchrun, trainer_of
 
 from harness import run_ranks
 from hyper_parallel.errors import BudgetError, IntegrationError
-from hyper_parallel.integration.few_lengths import MOST, length_of
+from hyper_parallel.integration.batch_rows import MOST, length_of
 from hyper_parallel.integration.memory_budget import check_budget
 from hyper_parallel.offloading.autograd import Swap
 from hyper_parallel.strategy import Memory

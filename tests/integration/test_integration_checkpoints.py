@@ -13,11 +13,17 @@ from transformers import AutoModelForCausalLM
 
 from harness import run_ranks
 from hyper_parallel.checkpoint import export
-from hyper_parallel.checkpoint.digest_json import seal
+from hyper_parallel.checkpoint.file_format import seal
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.integration.checkpoints import committed, load, newest, refuse_damaged, save
+from hyper_parallel.integration.checkpoints import (
+    committed,
+    load,
+    newest,
+    refuse_damaged,
+    save,
+    write_manifest,
+)
 from hyper_parallel.integration.local_optimizer import find_twins, on_local
-from hyper_parallel.integration.manifest import write_manifest
 from hyper_parallel.shard import ShardedModel
 
 STEPS, SAVED = 6, 3

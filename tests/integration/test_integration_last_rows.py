@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.last_rows import NoRows, check_rows, new_rows, shortened, warn_of_stream
+from hyper_parallel.integration.batch_rows import NoRows, check_rows, new_rows, shortened, warn_of_stream
 
 
 def _state(remainder: int, end: bool = True) -> SimpleNamespace:

@@ -14,14 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.llamafactory import HyperParallelArguments
-from hyper_parallel.integration.llamafactory.error_lines import one_line_errors
-from hyper_parallel.integration.llamafactory.options import (
+from hyper_parallel.integration.llamafactory.arguments import (
+    check_device,
     check_options,
     check_stages,
     keep_document_numbers,
+    strategy_from_arguments,
     without_checkpointing,
 )
-from hyper_parallel.integration.llamafactory.strategy import check_device, strategy_from_arguments
+from hyper_parallel.integration.llamafactory.error_lines import one_line_errors
 from hyper_parallel.strategy import Strategy
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor_x", "tensor_y", "expert")

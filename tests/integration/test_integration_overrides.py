@@ -18,7 +18,7 @@ from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArgumen
 
 from harness import run_ranks
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.overrides import NEVER_CALLED, WITHOUT_PIPELINE
+from hyper_parallel.integration.trainer_arguments import NEVER_CALLED, WITHOUT_PIPELINE
 
 NEAR = 1e-5
 STRATEGIES: dict[str, dict[str, Any]] = {

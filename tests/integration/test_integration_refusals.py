@@ -12,9 +12,8 @@ from transformers import TrainingArguments
 
 from harness import run_ranks
 from hyper_parallel.errors import ConfigError, IntegrationError
-from hyper_parallel.integration import auto_strategy
-from hyper_parallel.integration.auto_strategy import AutoRequest
-from hyper_parallel.integration.parallel_run import read, strategy_of
+from hyper_parallel.integration import parallel_run
+from hyper_parallel.integration.parallel_run import AutoRequest, read, strategy_of
 from hyper_parallel.integration.trainer_arguments import adjusted, check_model
 from hyper_parallel.strategy import Strategy
 
@@ -130,9 +129,9 @@ def test_a_strategy_is_given_in_several_ways(tmp_path: Path) -> None:
 
 def _chosen(rank: int, world: int) -> tuple[int, int, int, int]:
     as_torchrun(rank, world)
-    choose = auto_strategy.choose
+    choose = parallel_run.choose
     # By the closed forms alone: what is simulated beside is `auto`'s, and takes its time.
-    auto_strategy.choose = lambda *args: choose(*args, simulate=None)  # type: ignore[assignment]
+    parallel_run.choose = lambda *args: choose(*args, simulate=None)  # type: ignore[assignment]
     strategy = {"axes": {"tensor": 2, "shard": "auto"}, "cluster": "h100"}
     trainer = trainer_of(Case(strategy, data=2), "unwritten")
     spread = trainer.spread
@@ -151,6 +150,6 @@ def test_open_axes_are_planned_and_the_global_batch_stays() -> None:
 
 def test_auto_inside_a_trainer_leaves_no_pipeline_open() -> None:
     asked = AutoRequest(Strategy.model_validate("auto"), torch.nn.Linear(2, 2), batch=8, rows=1, length=32)
-    found = auto_strategy._run(asked, str(Path(__file__).parent)).strategy
+    found = parallel_run._run(asked, str(Path(__file__).parent)).strategy
     assert "pipeline" not in found.axes.open and found.axes.pipeline == 1 and "shard" in found.axes.open
     assert "memory.shard" in found.chosen and not any(key.startswith("pipeline") for key in found.chosen)

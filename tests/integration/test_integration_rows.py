@@ -13,9 +13,8 @@ from trainer_cases import model_of
 from harness import run_ranks
 from hyper_parallel.errors import DataError, IntegrationError
 from hyper_parallel.integration.batch_rows import positions_of, rows_of, shifted
-from hyper_parallel.integration.broadcast_values import as_on_rank_0
 from hyper_parallel.integration.parallel_run import ParallelRun
-from hyper_parallel.integration.streamed_sharding import parallelize_streamed
+from hyper_parallel.integration.streamed_sharding import as_on_rank_0, parallelize_streamed
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.context.plan import ContextPlan

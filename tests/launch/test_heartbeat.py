@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from harness import run_ranks
-from hyper_parallel.compat.known_groups import collectives_begun
+from hyper_parallel.compat.process_groups import collectives_begun
 from hyper_parallel.launch.heartbeat import Beat, Pulse
 
 

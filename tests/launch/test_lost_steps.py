@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.checkpoint import Writer
-from hyper_parallel.checkpoint.health import pass_over
-from hyper_parallel.launch.lost_steps import watch_steps
+from hyper_parallel.checkpoint.verify import pass_over
+from hyper_parallel.launch.failure import watch_steps
 
 
 def record(out: Path, *steps: int) -> None:

@@ -11,8 +11,8 @@ from torch.distributed import HashStore, TCPStore
 
 from hyper_parallel.config import LaunchConfig, RunConfig, dump, from_dict
 from hyper_parallel.errors import ConfigError, FollowsError, LaunchError
-from hyper_parallel.launch.launcher_env import WorkerPlace
-from hyper_parallel.launch.membership import admitted, token_of
+from hyper_parallel.launch.admission import admitted, token_of
+from hyper_parallel.launch.rendezvous import WorkerPlace
 from hyper_parallel.launch.worker import _say_who_can_reach
 
 TOKEN = b"one token of a run"

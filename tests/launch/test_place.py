@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hyper_parallel.errors import LaunchError, PlaceError
-from hyper_parallel.launch.launcher_env import WorkerPlace, detect, first_node, split_address, tasks_on_node
+from hyper_parallel.launch.rendezvous import WorkerPlace, detect, first_node, split_address, tasks_on_node
 
 _TORCHRUN = {
     "RANK": "5",

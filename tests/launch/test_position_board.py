@@ -7,8 +7,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from hyper_parallel.launch.heartbeat import Pulse
-from hyper_parallel.launch.position_board import PositionBoard
+from hyper_parallel.launch.heartbeat import PositionBoard, Pulse
 
 
 @dataclass(frozen=True)

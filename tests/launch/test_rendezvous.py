@@ -10,9 +10,8 @@ import pytest
 from harness.commands import make_config, noted, running, wait_until
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.forkserver import ForkServer
-from hyper_parallel.launch.launcher_env import WorkerPlace
-from hyper_parallel.launch.position_board import PositionBoard
-from hyper_parallel.launch.rendezvous import interface, is_loopback, listen
+from hyper_parallel.launch.heartbeat import PositionBoard
+from hyper_parallel.launch.rendezvous import WorkerPlace, interface, is_loopback, listen
 
 
 def _own_address() -> str | None:

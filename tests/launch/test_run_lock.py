@@ -21,10 +21,10 @@ import pytest
 from harness.commands import make_config, running, wait_until
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import run
-from hyper_parallel.launch.run_lock import NAME, run_lock
+from hyper_parallel.launch.run_folder import NAME, run_lock
 
 HOLD = (
-    "import sys, time; from hyper_parallel.launch.run_lock import run_lock\n"
+    "import sys, time; from hyper_parallel.launch.run_folder import run_lock\n"
     "with run_lock(sys.argv[1]): print('held', flush=True); time.sleep(600)"
 )
 

@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 
 from hyper_parallel.config import RunConfig, from_dict
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch import same_run
-from hyper_parallel.launch.launcher_env import WorkerPlace
-from hyper_parallel.launch.same_run import Agreement, agree, difference, facts_of, identity
+from hyper_parallel.launch import admission
+from hyper_parallel.launch.admission import Agreement, agree, difference, facts_of, identity
+from hyper_parallel.launch.rendezvous import WorkerPlace
 
 PLACE = WorkerPlace("torchrun", 0, 2, 0, 1, "127.0.0.1", 29500)
 
@@ -94,7 +94,7 @@ def test_packages_and_files_are_compared(tmp_path: Path, monkeypatch: pytest.Mon
     assert identity([str(folders[0])]) == identity([str(folders[1])])  # wherever they lie
     before = facts_of(_config(folders[0]), files=True)
     (folders[0] / "text.txt").write_bytes(b"x" * 299_999 + b"y")
-    monkeypatch.setattr(same_run.importlib.metadata, "version", lambda name: "9.9")
+    monkeypatch.setattr(admission.importlib.metadata, "version", lambda name: "9.9")
     line = difference(before, facts_of(_config(folders[0]), files=True), 5)
     assert "files of data.train (1 files, 293.0 KiB, digest" in line and "package torch (" in line
     assert "9.9 on rank 5" in line

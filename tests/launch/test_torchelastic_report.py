@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hyper_parallel.launch.torchelastic_report import report_reason
+from hyper_parallel.launch.external_launcher import report_reason
 
 
 def test_torchrun_reads_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_nothing_is_written_without_torchrun(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("launched", "code"), [(True, 0), (False, -signal.SIGTERM)])
 def test_a_worker_that_waits_leaves_quietly(launched: bool, code: int) -> None:
     program = (
-        "from hyper_parallel.launch.speaking_rank import let_speak; import os, signal, threading\n"
+        "from hyper_parallel.launch.external_launcher import let_speak; import os, signal, threading\n"
         "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "let_speak()"
     )

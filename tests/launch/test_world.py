@@ -9,7 +9,7 @@ import pytest
 
 from hyper_parallel import config as files
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.launch.world import workers_of
+from hyper_parallel.launch.rendezvous import workers_of
 
 
 def workers(strategy: Any, **launch: Any) -> int:

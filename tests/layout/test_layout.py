@@ -14,7 +14,7 @@ from hyper_parallel.layout import Fold, Layout, Mesh
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.process_mesh import ProcessMesh
-from hyper_parallel.shard.whole_tensors import cut
+from hyper_parallel.shard.reshard import cut
 from hyper_parallel.strategy import AXIS_NAMES, Strategy
 
 

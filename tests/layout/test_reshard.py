@@ -16,10 +16,8 @@ from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import Fold, Layout, Mesh
-from hyper_parallel.layout.transfer import transfers
-from hyper_parallel.shard.dtensor_placements import layout_to_placements, placements_to_layout
-from hyper_parallel.shard.reshard import reshard
-from hyper_parallel.shard.whole_tensors import cut
+from hyper_parallel.layout.layout import transfers
+from hyper_parallel.shard.reshard import cut, layout_to_placements, placements_to_layout, reshard
 
 WORLD = 8
 MESHES = [

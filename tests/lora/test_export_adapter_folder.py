@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.checkpoint import export_adapter
-from hyper_parallel.checkpoint.adapter_folder import _base
+from hyper_parallel.checkpoint.adapters import _base
 from hyper_parallel.cli.main import main
 from hyper_parallel.errors import CheckpointError
 from lora.test_export_adapters import MODELS

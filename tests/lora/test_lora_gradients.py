@@ -10,7 +10,7 @@ import torch
 
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify.families import WITH_EXPERTS
-from hyper_parallel.verify.strategies import STRATEGIES
+from hyper_parallel.verify.matrix import STRATEGIES
 from lora.adapted import one_device_step, simulated_step
 from shard.families import cells
 

@@ -10,8 +10,8 @@ import torch
 
 from hyper_parallel.config import RunConfig, from_dict
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.integration.auto_strategy import _adapter
-from hyper_parallel.planner.auto.query import workload_of
+from hyper_parallel.integration.parallel_run import _adapter
+from hyper_parallel.planner.auto.resolved import workload_of
 from hyper_parallel.step.build import build, fill, unsharded
 
 LLAMA = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from harness.submodel_models import MODELS
+from hyper_parallel.shard.forward import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.packed_documents import documents_known
 
 
 def _granite() -> Any:

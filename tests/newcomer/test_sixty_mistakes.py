@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from harness.chat_model import write_chats, write_model
 from hyper_parallel.cli.main import main
 from hyper_parallel.cli.preflight import check
-from hyper_parallel.config import RunConfig, foreign_words, load
+from hyper_parallel.config import RunConfig, load, validation_errors
 from hyper_parallel.config.generate import GenerateConfig
 from hyper_parallel.config.schema import field_at
 
@@ -471,11 +471,11 @@ def test_one_line_with_the_mend(
 def test_the_words_of_others_lead_to_keys_that_are_read() -> None:
     """A mend that names a key of no format would be worse than none."""
     formats: tuple[type[BaseModel], ...] = (RunConfig, GenerateConfig)
-    for word in sorted({word for words in foreign_words._WORDS.values() for word in words}):
+    for word in sorted({word for words in validation_errors._WORDS.values() for word in words}):
         for model in formats:
-            key = foreign_words.key_for(model, word)
+            key = validation_errors.key_for(model, word)
             assert key is None or field_at(model, tuple(key.split("."))) is not None, (word, key)
-        assert any(foreign_words.key_for(model, word) for model in formats), word
+        assert any(validation_errors.key_for(model, word) for model in formats), word
 
 
 def test_there_are_enough() -> None:

@@ -13,8 +13,15 @@ from harness.exact_plans import long_run, plans
 from harness.memory_problems import SMALL, drawn, llama, spaces
 from hyper_parallel.offloading.schedule.linear_program import Linear, SolverError
 from hyper_parallel.offloading.schedule.lower_bound import least_seconds, zero_stall_budget
-from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
-from hyper_parallel.offloading.schedule.transfers import Move, replay
+from hyper_parallel.offloading.schedule.problem import (
+    Buffer,
+    Move,
+    OffloadTier,
+    Problem,
+    Rate,
+    UseInterval,
+    replay,
+)
 
 TINY = [(seed, nodes, tiers) for nodes, tiers in ((4, 1), (5, 1), (4, 2)) for seed in range(8)]
 

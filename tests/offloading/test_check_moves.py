@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 
 from harness.check_moves import check_moves, occupied
-from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
-from hyper_parallel.offloading.schedule.transfers import Move, replay
+from hyper_parallel.offloading.schedule.problem import (
+    Buffer,
+    Move,
+    OffloadTier,
+    Problem,
+    Rate,
+    UseInterval,
+    replay,
+)
 
 HOST = OffloadTier("host", 100, Rate(0.0, 10.0), Rate(0.0, 10.0))
 FLASH = OffloadTier("flash", 100, Rate(0.0, 1.0), Rate(0.0, 1.0))

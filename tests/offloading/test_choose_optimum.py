@@ -11,9 +11,8 @@ import pytest
 
 from harness.check_moves import check_moves
 from harness.memory_problems import drawn, under
-from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.problem import Move, Problem, replay
 from hyper_parallel.offloading.schedule.solve import choose
-from hyper_parallel.offloading.schedule.transfers import Move, replay
 
 AT_MOST = 3000
 """Plans that are tried."""

@@ -8,9 +8,8 @@ import pytest
 
 from harness.layouts import everything_away
 from harness.memory_problems import drawn, under
-from hyper_parallel.offloading.schedule.incremental_layout import Draft, Facts
-from hyper_parallel.offloading.schedule.problem import Problem
-from hyper_parallel.offloading.schedule.transfers import replay
+from hyper_parallel.offloading.schedule.problem import Problem, replay
+from hyper_parallel.offloading.schedule.transfer_layout import Draft, Facts
 
 
 def changed(draft: Draft, draw: random.Random) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.compat import paged_out_parameters
-from hyper_parallel.offloading.runtime.parameter_paging import lend
+from hyper_parallel.compat import memory
+from hyper_parallel.offloading.paging import lend
 
 
 class _Router(nn.Module):
@@ -49,7 +49,7 @@ def layer() -> Iterator[_Layer]:
         yield layer
     finally:
         for tensor in kept:
-            paged_out_parameters.forget(tensor)
+            memory.forget(tensor)
 
 
 def _put_away(tensor: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ def _put_away(tensor: torch.Tensor) -> None:
         finally:
             storage.resize_(0)
 
-    paged_out_parameters.keep(tensor, bring)
+    memory.keep(tensor, bring)
     storage.resize_(0)
 
 

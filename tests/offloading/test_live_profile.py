@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.offloading.schedule.live_profile import LiveProfile
+from hyper_parallel.offloading.schedule.idle_intervals import LiveProfile
 from hyper_parallel.trace.live_bytes import profile, wrapped
 
 NODES = 7

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from hyper_parallel.offloading import open_tiers
 from hyper_parallel.offloading.autograd.plan_cache import Plans
-from hyper_parallel.offloading.runtime import open_tiers
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.strategy import Strategy
 

@@ -13,9 +13,8 @@ from harness.check_moves import check_moves
 from harness.memory_problems import SMALL, drawn, llama, spaces, under
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading.schedule.lower_bound import least_seconds
-from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.offloading.schedule.problem import Plan, Problem, replay
 from hyper_parallel.offloading.schedule.solve import choose
-from hyper_parallel.offloading.schedule.transfers import Plan, replay
 
 TESTS = Path(__file__).parents[1]
 

@@ -12,13 +12,12 @@ from harness.family_steps import Running, captured_step
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import StepGraph, lifetimes, lower, peak, text, tier_ops, validate, workspaces
+from hyper_parallel.graph import StepGraph, ir, lifetimes, lower, peak, text, validate, workspaces
 from hyper_parallel.graph.liveness import peak_of
-from hyper_parallel.offloading.runtime.executor import Runtime
+from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.offloading.schedule.build_problem import build_problem
-from hyper_parallel.offloading.schedule.insert_transfers import apply
-from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate
-from hyper_parallel.offloading.schedule.transfers import Move
+from hyper_parallel.offloading.schedule.offload_pass import apply
+from hyper_parallel.offloading.schedule.problem import Buffer, Move, OffloadTier, Problem, Rate
 from hyper_parallel.simulator import simulate
 
 HOST = OffloadTier("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
@@ -104,7 +103,7 @@ def test_a_moved_step_can_be_simulated_and_read() -> None:
     timeline = simulate(lower({"all": moved}), CLUSTER)
     assert timeline.peak.bytes == peak(moved).bytes
     out = [span for span in timeline.spans if span.engine == "copy:device>host"]
-    stores = [node for node in moved.nodes if node.target is tier_ops.store]
+    stores = [node for node in moved.nodes if node.target is ir.store]
     assert len(out) == len(stores) > 0
     assert "host" in timeline.trace.tiers
     assert f"store({stores[0].args[0]}, host:" in text(moved)
@@ -142,8 +141,8 @@ def test_what_is_being_copied_may_not_be_given_up_or_changed() -> None:
     changed = next(held for held in problem.held if held.state and held.movable and held.busy[-1].writes)
     (first, last), *_ = changed.gaps(problem.nodes)
     moved = apply(step, problem, [Move(changed.storage, "host", 0, first, first, last)])
-    (begun,) = (node for node in moved.nodes if node.target is tier_ops.store)
-    for node in [node for node in moved.nodes if tier_ops.is_cache(node) and node is not begun]:
+    (begun,) = (node for node in moved.nodes if node.target is ir.store)
+    for node in [node for node in moved.nodes if ir.is_cache(node) and node is not begun]:
         moved.graph.erase_node(node)
     with pytest.raises(GraphError, match="while it is being copied"):
         validate(step, moved)

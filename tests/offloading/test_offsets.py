@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.captured import family_config, micro_batches, recipe_of, shape_of
 from harness.memory_problems import SMALL, llama
 from hyper_parallel.graph import lifetimes
-from hyper_parallel.offloading.schedule.arena_offsets import Packed, pack
+from hyper_parallel.offloading.schedule.slot_allocator import Packed, pack
 from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import draw_batch

@@ -8,7 +8,7 @@ from harness.check_moves import check_moves
 from harness.layouts import everything_away
 from harness.memory_problems import drawn, under
 from hyper_parallel.offloading.schedule.local_search import polish
-from hyper_parallel.offloading.schedule.transfers import replay
+from hyper_parallel.offloading.schedule.problem import replay
 
 WORK = 200_000
 

@@ -8,10 +8,17 @@ from harness.exact_plans import long_run
 from harness.layouts import everything_away
 from harness.memory_problems import drawn, under, with_update
 from harness.simulated_plans import step_ends
-from hyper_parallel.offloading.schedule.incremental_layout import Draft, Facts
-from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
+from hyper_parallel.offloading.schedule.problem import (
+    Buffer,
+    Move,
+    OffloadTier,
+    Problem,
+    Rate,
+    UseInterval,
+    replay,
+)
 from hyper_parallel.offloading.schedule.solve import choose
-from hyper_parallel.offloading.schedule.transfers import Move, replay
+from hyper_parallel.offloading.schedule.transfer_layout import Draft, Facts
 
 
 def test_a_link_that_has_more_to_carry_than_a_step_lasts_makes_the_step_longer() -> None:

@@ -13,15 +13,14 @@ import torch
 from harness.family_steps import Running, captured_step, config_of
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, is_collective, is_wait
 from hyper_parallel.offloading import OffloadTier, Plan, Problem, Rate
 from hyper_parallel.offloading.schedule import graph_search
 from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
 from hyper_parallel.offloading.schedule.build_problem import build_problem
-from hyper_parallel.offloading.schedule.explain import explained
-from hyper_parallel.offloading.schedule.offload_pass import Planned, planned
+from hyper_parallel.offloading.schedule.offload_pass import Planned, explained, planned
 
 CLUSTER = Cluster.named("h100")
 BOTH = Choices(update="device")

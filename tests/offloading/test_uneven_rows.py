@@ -13,15 +13,15 @@ from harness.captured import family_config, micro_batches, recipe_of, shape_of
 from harness.slots import Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import registry
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.errors import BudgetError, GraphError
 from hyper_parallel.graph import Slot, StepGraph, balanced_sizes, lifetimes, values_of
 from hyper_parallel.graph.dependencies import check_order
 from hyper_parallel.graph.dynamic_sizes import known, largest_sizes, uncertain
+from hyper_parallel.graph.host_nodes import HOST
 from hyper_parallel.graph.ir import Value
-from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.offloading import Runtime
-from hyper_parallel.offloading.runtime.expert_overflow import changed_before, wanted
+from hyper_parallel.offloading.expert_overflow import changed_before, wanted
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.host_update_pass import can_run_on_host, move_to_host
 from hyper_parallel.offloading.schedule.offload_pass import planned

@@ -22,24 +22,30 @@ from hyper_parallel.graph import (
     Slot,
     StepGraph,
     dependencies,
+    ir,
     lifetimes,
     lower,
     text,
-    tier_ops,
     validate,
     values_of,
     workspaces,
 )
-from hyper_parallel.graph.host_update import calls_of, host_arguments_of, is_update, slots_of, storages_of
+from hyper_parallel.graph.host_nodes import (
+    HOST,
+    calls_of,
+    host_arguments_of,
+    is_update,
+    slots_of,
+    storages_of,
+)
 from hyper_parallel.graph.liveness import peak_of
 from hyper_parallel.graph.memory_effects import touched
-from hyper_parallel.graph.regions import Region
-from hyper_parallel.graph.suspension import HOST
-from hyper_parallel.offloading.runtime.executor import Runtime
+from hyper_parallel.graph.step_context import Region
+from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.host_update_pass import can_run_on_host, latest, move_to_host
-from hyper_parallel.offloading.schedule.insert_transfers import apply
 from hyper_parallel.offloading.schedule.lower_bound import least_seconds
+from hyper_parallel.offloading.schedule.offload_pass import apply
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.schedule.solve import choose
 from hyper_parallel.offloading.tiers import HostTier
@@ -102,7 +108,7 @@ def _given_leaves(moved: StepGraph) -> StepGraph:
         slot, last = len(made.slots), updates[-1].next
         count = made.storages[storage].bytes
         made.slots = {**made.slots, slot: Slot(storage, "host", count, "step", 0, len(nodes))}
-        for operator in (tier_ops.store, tier_ops.wait, tier_ops.detach):
+        for operator in (ir.store, ir.wait, ir.detach):
             with made.graph.inserting_before(last):
                 node = made.graph.call_function(operator, (source, slot, "host"))
             node.meta = {"region": Region("", None, "optimizer"), "module": "", "recomputed": False}
@@ -122,7 +128,7 @@ def test_what_an_update_is_given_must_be_there_when_it_begins() -> None:
     moved = _given_leaves(_apart("llama"))
     update = next(node for node in moved.nodes if is_update(node))
     (storage,) = {value.storage for value in values_of(host_arguments_of(update)[0])}
-    for node in [node for node in moved.nodes if tier_ops.is_cache(node) and storage in touched(node)]:
+    for node in [node for node in moved.nodes if ir.is_cache(node) and storage in touched(node)]:
         update.prepend(node)
     with pytest.raises(GraphError, match=f"needs storage {storage}, which holds no memory"):
         validate(_apart("llama"), moved)
@@ -254,7 +260,7 @@ def test_an_update_that_fails_is_an_error_of_the_next_step(monkeypatch: pytest.M
     with _tier(moved) as tier:
         run = Running("llama", moved, Runtime(moved, {"host": tier}))
         with monkeypatch.context() as patch:
-            patch.setattr("hyper_parallel.offloading.runtime.executor.run", fails)
+            patch.setattr("hyper_parallel.offloading.runtime.run", fails)
             run.step()
         with pytest.raises(Exception, match="the host cannot add"):
             run.step()
@@ -298,9 +304,9 @@ def test_a_graph_that_updates_what_is_not_there_is_refused() -> None:
         return lambda node: node.target is operator and moved.slots[node.args[1]].storage == storage
 
     with pytest.raises(GraphError, match="not where storage"):
-        validate(planned, _without(moved, first(tier_ops.detach, master)))
+        validate(planned, _without(moved, first(ir.detach, master)))
     with pytest.raises(GraphError, match="does not hold"):
-        validate(planned, _without(moved, first(tier_ops.store, gradient)))
+        validate(planned, _without(moved, first(ir.store, gradient)))
 
 
 def test_no_update_may_begin_before_the_step_is_checked() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hyper_parallel.compat import Backend, backend
-from hyper_parallel.offloading.runtime.bandwidth_monitor import FIRST, LARGE, STEPS, BandwidthMonitor
+from hyper_parallel.offloading.runtime import FIRST, LARGE, STEPS, BandwidthMonitor
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from harness import run_ranks
-from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat.fake_tensors import is_fake
 from hyper_parallel.errors import BudgetError, FollowsError, TierError
 from hyper_parallel.offloading import autograd
 from hyper_parallel.shard import sharded

@@ -8,7 +8,7 @@ from tiny import batch_of, model_of, same, trained
 
 import hyper_parallel as hp
 from hyper_parallel.offloading.autograd import Swap
-from hyper_parallel.offloading.autograd.resident_memory import with_resident_inputs
+from hyper_parallel.offloading.autograd.budget import with_resident_inputs
 from hyper_parallel.offloading.schedule.problem import Buffer, Problem, UseInterval
 
 BATCHES = [batch_of(rows=8, seed=step) for step in range(3)]

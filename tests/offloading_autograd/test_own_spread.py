@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hyper_parallel as hp
 from harness import run_ranks
 from hyper_parallel.errors import CaptureError, StrategyError
-from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.graph.ir import is_collective
 from hyper_parallel.offloading.autograd import plan_cache
 from hyper_parallel.strategy import Strategy
 

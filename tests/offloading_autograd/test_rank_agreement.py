@@ -9,7 +9,7 @@ import pytest
 
 from harness.told_ranks import among
 from hyper_parallel.errors import BudgetError, CaptureError, FollowsError
-from hyper_parallel.offloading.autograd.rank_agreement import agreed
+from hyper_parallel.offloading.autograd.parallel_context import agreed
 
 
 def refuses(floor: int | None) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hyper_parallel as hp
 from harness.observer import Observer
 from harness.user_loops import GROUPS, built, drawn, values
-from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat.fake_tensors import is_fake
 from hyper_parallel.errors import BudgetError, HyperParallelError
 
 REFUSED = {

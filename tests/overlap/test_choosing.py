@@ -9,7 +9,7 @@ import pytest
 from llama_recipe import recipe_of
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.estimate.build_trace import captured_step
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
@@ -20,8 +20,7 @@ from hyper_parallel.overlap.order_search import OrderSearch
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.trace import Timeline
 from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model, family_config
-from hyper_parallel.verify.strategies import STRATEGIES
+from hyper_parallel.verify.matrix import STRATEGIES, build_model, family_config
 
 
 @pytest.fixture(scope="module")

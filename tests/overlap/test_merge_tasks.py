@@ -13,9 +13,9 @@ from torch import fx
 
 from harness.pipeline_steps import settings_of
 from harness.pipelines import Captured, even_cut
-from hyper_parallel.compat.fake_process_group import fake_ranks
-from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph.dependencies import dependencies
+from hyper_parallel.graph.ir import group_of, is_collective, is_wait
 from hyper_parallel.graph.memory_effects import begun
 from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_cut import flops_cost

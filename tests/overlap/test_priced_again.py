@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from llama_recipe import recipe_of
 
-from hyper_parallel.compat.fake_process_group import fake_ranks
-from hyper_parallel.graph.collective_groups import is_collective
+from hyper_parallel.compat.fake_tensors import fake_ranks
+from hyper_parallel.graph.ir import is_collective
 from hyper_parallel.overlap import jobs
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.jobs import Priced

@@ -12,11 +12,11 @@ import hyper_parallel as hp
 from harness.ranks import run_ranks
 from harness.scheduling_pass import Schedule
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import StepGraph, executable
-from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
+from hyper_parallel.graph.ir import is_collective
 from hyper_parallel.graph.pass_manager import Pass, run_passes
 from hyper_parallel.launch.stop import Requests
 from hyper_parallel.overlap import Overlap
@@ -26,9 +26,8 @@ from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline
 from hyper_parallel.overlap.jobs import Prices
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
-from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import Recipe, schedule
 from hyper_parallel.step.train_step import control_values_of
 
 ROWS, LENGTH, MICRO = 2, 16, 2

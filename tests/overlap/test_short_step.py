@@ -8,10 +8,10 @@ import pytest
 from llama_recipe import recipe_of
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.pass_manager import SCHEDULE, Rewrite, rewritten, validate
-from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.overlap import Overlapped, overlap
 from hyper_parallel.step.accumulation import rewritten_loop
 from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one

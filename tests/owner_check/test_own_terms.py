@@ -10,12 +10,11 @@ from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.own_terms import OwnTerms, own_terms
+from hyper_parallel.shard.loss.auxiliary_loss import OwnTerms, own_terms
 from hyper_parallel.shard.parallelize import on_simulated_ranks, parallelize
 from hyper_parallel.shard.region_check.check import quiet
-from hyper_parallel.shard.region_check.outcome import compared
+from hyper_parallel.shard.region_check.outcome import TokenCall, compared
 from hyper_parallel.shard.region_check.reduced_model import fill
-from hyper_parallel.shard.region_check.sample_inputs import TokenCall
 from hyper_parallel.strategy import Strategy
 
 

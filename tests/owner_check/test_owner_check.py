@@ -10,17 +10,17 @@ import torch
 from small_families import small
 from torch import Tensor, nn
 
-from hyper_parallel.shard.loss.forward import first_position
-from hyper_parallel.shard.own_terms import OwnTerms
+from harness.small_models import small_fields
+from hyper_parallel.shard.forward import first_position
+from hyper_parallel.shard.loss.auxiliary_loss import OwnTerms
 from hyper_parallel.shard.owner_check import OwnerReport, check, compare
+from hyper_parallel.shard.owner_check.check import compare_rows
 from hyper_parallel.shard.owner_check.comparisons import KINDS, Kind
-from hyper_parallel.shard.owner_check.seen_rows import compare_rows
 from hyper_parallel.shard.parallelize import on_simulated_ranks
 from hyper_parallel.shard.region_check import result_cache
 from hyper_parallel.shard.region_check.check import vocabulary_of
-from hyper_parallel.shard.region_check.sample_inputs import SeenCall
+from hyper_parallel.shard.region_check.outcome import SeenCall
 from hyper_parallel.verify.matrix import build_model
-from hyper_parallel.verify.shrink import small_fields
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "mixtral"])

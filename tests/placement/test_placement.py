@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said(axes: dict, placement: dict, said: str) -> None: 
 
 
 @pytest.mark.parametrize(
-    "module", ["strategy.placement", "cluster.cluster", "cluster.report", "layout.layout", "layout.mesh"]
+    "module", ["strategy.axes", "cluster.cluster", "cluster.collective_cost", "layout.layout", "layout.mesh"]
 )
 def test_examples_in_the_code_are_right(module: str) -> None:
     found = doctest.testmod(importlib.import_module(f"hyper_parallel.{module}"))

@@ -11,10 +11,9 @@ from hyper_parallel.planner.columns import Columns, taken
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.space import StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
-from hyper_parallel.workload.adapters import Adapter
 from hyper_parallel.workload.mixers import LayerMix, Mixer
 from hyper_parallel.workload.shape import Shape
-from hyper_parallel.workload.workload import Workload
+from hyper_parallel.workload.workload import Adapter, Workload
 
 DENSE = Shape("dense", 6, 2048, 16, 4, 128, ffn=8192, gated=True, vocabulary=64000)
 ROUTED = {"experts": 8, "chosen": 2, "expert_ffn": 4096, "shared_ffn": 2048, "dense_layers": 1}

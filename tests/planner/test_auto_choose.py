@@ -12,10 +12,9 @@ from auto_cases import machine, run_file
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.auto.candidates import ALIKE, CLOSE
+from hyper_parallel.planner.auto.candidates import ALIKE, CLOSE, Simulated
 from hyper_parallel.planner.auto.choose import choose
 from hyper_parallel.planner.auto.resolved import resolved
-from hyper_parallel.planner.auto.simulate_candidates import Simulated
 
 FOUR = machine(4).for_workers(4)
 

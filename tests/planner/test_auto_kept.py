@@ -8,7 +8,7 @@ import pytest
 from auto_cases import run_file
 
 from hyper_parallel import config as files
-from hyper_parallel.planner.auto.saved_choice import STRATEGY_FILE, saved_choice, write
+from hyper_parallel.planner.auto.entry import STRATEGY_FILE, saved_choice, write_choice
 
 LAID = {
     "train": {"micro_batch": 2},
@@ -21,7 +21,7 @@ def out(tmp_path: Path) -> Path:
     """The folder of a run that chose, and saved."""
     folder = tmp_path / "run"
     (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
-    write(folder, LAID, ["chosen so"])
+    write_choice(folder, LAID, ["chosen so"])
     return folder
 
 

@@ -13,11 +13,11 @@ from auto_cases import launched, machine, run_file
 from harness.commands import noted
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
+from hyper_parallel.planner.auto.candidates import Simulated
 from hyper_parallel.planner.auto.choose import Choice, choose
+from hyper_parallel.planner.auto.entry import STRATEGY_FILE
 from hyper_parallel.planner.auto.resolved import resolved
-from hyper_parallel.planner.auto.saved_choice import STRATEGY_FILE
-from hyper_parallel.planner.auto.simulate_candidates import Simulated
-from hyper_parallel.planner.simplest import TIE
+from hyper_parallel.planner.solve import TIE
 from hyper_parallel.schedule import check_pipeline
 
 WIDE = {

@@ -19,7 +19,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto import entry, measure_candidates
 from hyper_parallel.planner.auto.choose import Choice
-from hyper_parallel.planner.auto.saved_choice import STRATEGY_FILE
+from hyper_parallel.planner.auto.entry import STRATEGY_FILE
 
 CHOICES = [
     Choice(

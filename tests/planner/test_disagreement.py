@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.planner.disagreement import closed_classes, disagreement
+from hyper_parallel.planner.metrics import closed_classes, disagreement
 
 ESTIMATED = {
     "products": 6.0,

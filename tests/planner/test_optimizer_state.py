@@ -7,12 +7,11 @@ from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel import shard
-from hyper_parallel.config.optimizer import OptimizerConfig
+from hyper_parallel.config.train import OptimizerConfig
 from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.workload.optimizer_state import state_bytes
 from hyper_parallel.workload.shape import Shape
-from hyper_parallel.workload.workload import OPTIMIZERS, Workload
+from hyper_parallel.workload.workload import OPTIMIZERS, Workload, state_bytes
 
 LLAMA = {
     "hidden_size": 256,

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner import sweep
+from hyper_parallel.planner import solve as sweep
 from hyper_parallel.planner.answer import text, to_json
-from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.columns import code
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.page import page
-from hyper_parallel.planner.pareto import front
+from hyper_parallel.planner.page import front, page
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.solve import NothingFitsError, PrintedAnswer, Refined, solve
 from hyper_parallel.planner.sweep_tables import fewest, lengths, scaling

@@ -15,15 +15,13 @@ from html import escape
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.answer import text
+from hyper_parallel.planner.answer import short, text, verdict
+from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL
 from hyper_parallel.planner.page import page
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import within
-from hyper_parallel.planner.short_answer import short, verdict
-from hyper_parallel.planner.simplest import AXES, PARTS, TIE, simplest
-from hyper_parallel.planner.simulated_links import constants_for
-from hyper_parallel.planner.solve import solve
+from hyper_parallel.planner.solve import AXES, PARTS, TIE, simplest, solve
 from hyper_parallel.units import format_duration
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload

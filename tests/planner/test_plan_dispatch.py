@@ -10,17 +10,21 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.codes import SCHEDULES
+from hyper_parallel.planner.columns import SCHEDULES, Profile
 from hyper_parallel.planner.constants import Constants, fitted
-from hyper_parallel.planner.cost_model.dispatch import copies, destinations, exchanged_experts, reached
+from hyper_parallel.planner.cost_model.layer_collectives import (
+    copies,
+    destinations,
+    exchanged_experts,
+    reached,
+)
 from hyper_parallel.planner.cost_model.memory import memory
-from hyper_parallel.planner.cost_model.rank_groups import Ranks
+from hyper_parallel.planner.cost_model.operators import Ranks
 from hyper_parallel.planner.cost_model.step import estimate, open_facts
 from hyper_parallel.planner.error_interval import between
 from hyper_parallel.planner.fit.csv_rows import rows
-from hyper_parallel.planner.fit.hardware import network_rate
+from hyper_parallel.planner.fit.model_and_machine import network_rate
 from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL, MEGATRON_LM
-from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.table import Table, sum_of
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.shape import Shape

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.columns import code
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.explain import explain
-from hyper_parallel.planner.neighbors import DEGREES, SETTINGS, neighbours
+from hyper_parallel.planner.explain import DEGREES, SETTINGS, explain, neighbours
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.published import shape

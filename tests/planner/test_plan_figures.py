@@ -1,4 +1,4 @@
-"""Figures of a row: model FLOPs as `workload.flops` counts them, parts that add up, names for codes."""
+"""Figures of a row: model FLOPs as `workload.work` counts them, parts that add up, names for codes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import pytest
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import error_interval
-from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.columns import code
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.format import axes, between, order, seconds, settings
 from hyper_parallel.planner.framework_profiles import GENERIC
-from hyper_parallel.planner.metrics import figures
-from hyper_parallel.planner.mfu import flops_per_token, mfu, peak
+from hyper_parallel.planner.metrics import figures, flops_per_token, mfu, peak
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload import flops_of_config
 from hyper_parallel.workload.published import shape

@@ -10,10 +10,8 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.error_interval import quantiles
-from hyper_parallel.planner.evidence import RECIPES, RUNS
-from hyper_parallel.planner.fit.cross_validation import Evidence, judge, seconds_of
-from hyper_parallel.planner.fit.map_estimate import solve
-from hyper_parallel.planner.fit.published_runs import evidence
+from hyper_parallel.planner.evidence import RECIPES, RUNS, evidence
+from hyper_parallel.planner.fit.cross_validation import Evidence, judge, seconds_of, solve
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.published import shape

@@ -12,15 +12,13 @@ import pytest
 
 from hyper_parallel.cli.main import main
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.config.generate import check_folder, load_generate
-from hyper_parallel.config.generation_run import load_generation
-from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.generate import check_folder, load_generate, load_generation
+from hyper_parallel.config.inference import GenerationWorkload, Inference
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.generate.answer import file_text
 from hyper_parallel.planner.generate.search import GenerationQuestion, most_requests, solve
 from hyper_parallel.simulator.generation.choose_split import TOLERANCE
-from hyper_parallel.strategy.generation_memory import GenerationMemory
+from hyper_parallel.strategy.memory import GenerationMemory
 from hyper_parallel.workload.published import shape
 
 

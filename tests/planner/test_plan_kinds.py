@@ -13,25 +13,21 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner import format
 from hyper_parallel.planner.constants import Constants, fitted
-from hyper_parallel.planner.cost_model.dims import product_bytes
+from hyper_parallel.planner.cost_model.dims import adapters, held, mixer_parameters, product_bytes
 from hyper_parallel.planner.cost_model.memory import memory
-from hyper_parallel.planner.cost_model.parameters import adapters, held, mixer_parameters
 from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
 from hyper_parallel.planner.evidence import RUNS
 from hyper_parallel.planner.fit.csv_cells import records
 from hyper_parallel.planner.fit.csv_rows import rows
 from hyper_parallel.planner.framework_profiles import GENERIC
-from hyper_parallel.planner.mfu import flops_per_token
-from hyper_parallel.planner.mixer_axes import left_out
-from hyper_parallel.planner.space import StrategySpace
+from hyper_parallel.planner.metrics import flops_per_token
+from hyper_parallel.planner.space import StrategySpace, left_out
 from hyper_parallel.planner.table import COLUMNS, Table, of_cluster, sum_of
-from hyper_parallel.workload.adapters import ALL, Adapter
 from hyper_parallel.workload.mixers import LayerMix
-from hyper_parallel.workload.published import shape
-from hyper_parallel.workload.published_hybrids import CONFIGS
+from hyper_parallel.workload.published import CONFIGS, shape
 from hyper_parallel.workload.shape import Shape
-from hyper_parallel.workload.to_config import to_config
-from hyper_parallel.workload.workload import Workload
+from hyper_parallel.workload.transformers_config import to_config
+from hyper_parallel.workload.workload import ALL, Adapter, Workload
 from planner.plan_cases import BLOCKS, DENSE, EXPERTS, HYBRID, MAMBA, question
 
 K = Constants()

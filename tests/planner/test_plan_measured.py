@@ -10,13 +10,12 @@ import pytest
 
 from hyper_parallel.cluster import Cluster, CollectiveTable, Device, Efficiency, ShapeTable, Shared, Tier
 from hyper_parallel.cluster.collective_cost import all_gather
+from hyper_parallel.planner.auto.candidates import ranked
+from hyper_parallel.planner.auto.machine import is_measured, read_off
 from hyper_parallel.planner.constants import fitted
-from hyper_parallel.planner.cost_model.kernels import Products
-from hyper_parallel.planner.cost_model.optimizer_step import overlapped_pass
-from hyper_parallel.planner.cost_model.step import seconds_by_kind
-from hyper_parallel.planner.enumerate import ranked
+from hyper_parallel.planner.cost_model.operators import Products
+from hyper_parallel.planner.cost_model.step import overlapped_pass, seconds_by_kind
 from hyper_parallel.planner.framework_profiles import profile
-from hyper_parallel.planner.measured_constants import is_measured, read_off
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer
 from hyper_parallel.planner.table import Table

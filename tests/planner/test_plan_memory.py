@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.columns import Profile, code
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import KINDS, fits, memory
 from hyper_parallel.planner.framework_profiles import GENERIC
-from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.shape import Latent, Shape
 from hyper_parallel.workload.workload import Workload

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.constants import Constants, fitted
-from hyper_parallel.planner.cost_model.dispatch import paired
-from hyper_parallel.planner.cost_model.optimizer_step import gathered, overlapped_pass
-from hyper_parallel.planner.cost_model.parameters import held, trained
-from hyper_parallel.planner.cost_model.rank_groups import Ranks
-from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.constants import Constants, constants_for, fitted
+from hyper_parallel.planner.cost_model.dims import held, trained
+from hyper_parallel.planner.cost_model.layer_collectives import paired
+from hyper_parallel.planner.cost_model.operators import Ranks
+from hyper_parallel.planner.cost_model.step import estimate, gathered, overlapped_pass
 from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL, PROFILES
-from hyper_parallel.planner.simulated_links import constants_for
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload

@@ -11,7 +11,7 @@ from hyper_parallel.errors import DataError
 from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
 from hyper_parallel.planner.fit.csv_cells import INPUTS, MEASURED, blind, records
 from hyper_parallel.planner.fit.csv_rows import RunRow, rows
-from hyper_parallel.planner.fit.hardware import network_rate, preset_of
+from hyper_parallel.planner.fit.model_and_machine import network_rate, preset_of
 from hyper_parallel.planner.table import COLUMNS, Table
 from planner.published_run import RUN
 

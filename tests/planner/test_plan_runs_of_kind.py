@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner import answer, runs_of_kind
+from hyper_parallel.planner import answer, error_interval
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.error_interval import between
-from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
-from hyper_parallel.planner.fit.published_runs import evidence
+from hyper_parallel.planner.error_interval import Runs, between, collected, published, support, widening
+from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED, evidence
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.page import page
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.runs_of_kind import Runs, collected, published, support, widening
 from hyper_parallel.planner.solve import solve
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.published import shape
@@ -93,7 +91,7 @@ def test_the_interval_is_wider_in_its_logarithm(monkeypatch: pytest.MonkeyPatch)
     told = estimate(t, Constants())
 
     def halves(runs: list[Runs]) -> tuple[float, float]:
-        monkeypatch.setattr(runs_of_kind, "published", lambda: runs)
+        monkeypatch.setattr(error_interval, "published", lambda: runs)
         low, high = between(t, told)
         return float(np.log(told.seconds / low)[0]), float(np.log(high / told.seconds)[0])
 

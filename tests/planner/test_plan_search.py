@@ -21,9 +21,8 @@ from hyper_parallel.planner.run_file import PIPELINES
 from hyper_parallel.planner.search import _Found, answer
 from hyper_parallel.planner.space import StrategySpace
 from hyper_parallel.planner.table import SPREAD
-from hyper_parallel.workload.adapters import Adapter
 from hyper_parallel.workload.published import shape
-from hyper_parallel.workload.workload import Workload
+from hyper_parallel.workload.workload import Adapter, Workload
 from planner.plan_cases import BLOCKS, EXPERTS, HYBRID, base, listed, question
 
 K = Constants()

@@ -12,13 +12,12 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.answer import text, ties, to_json
-from hyper_parallel.planner.choice import Answer
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.metrics import Answer
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import answer, within
-from hyper_parallel.planner.simplest import AXES, TIE, Tied, simplest
-from hyper_parallel.planner.solve import solve
+from hyper_parallel.planner.solve import AXES, TIE, Tied, simplest, solve
 from hyper_parallel.planner.table import SPREAD
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload

@@ -9,8 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hyper_parallel.planner.codes import CONTEXT_METHODS, ORDERS, SCHEDULES, code
-from hyper_parallel.planner.columns import Columns, unique
+from hyper_parallel.planner.columns import CONTEXT_METHODS, ORDERS, SCHEDULES, Columns, code, unique
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.space import StrategySpace, divisors
 from planner.plan_cases import DENSE, EXPERTS, groups, question

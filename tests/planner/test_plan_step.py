@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.codes import SCHEDULES
+from hyper_parallel.planner.columns import SCHEDULES
 from hyper_parallel.planner.constants import Constants, fitted
-from hyper_parallel.planner.cost_model.collectives import RankGroup
-from hyper_parallel.planner.cost_model.kernels import Products
+from hyper_parallel.planner.cost_model.operators import Products, RankGroup, Ranks
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
-from hyper_parallel.planner.cost_model.rank_groups import Ranks
 from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
 from hyper_parallel.planner.error_interval import between
 from hyper_parallel.planner.framework_profiles import GENERIC, MEGATRON_LM

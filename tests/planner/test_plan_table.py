@@ -12,9 +12,8 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.presets import names
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.codes import ARCHITECTURES, CODES, ORDERS, architecture, code
+from hyper_parallel.planner.columns import ARCHITECTURES, CODES, ORDERS, Profile, architecture, code
 from hyper_parallel.planner.framework_profiles import GENERIC
-from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.table import COLUMNS, PROFILE_COLUMNS, Table, of_cluster
 from hyper_parallel.workload.shape import Latent, Shape
 from hyper_parallel.workload.workload import Workload

@@ -11,15 +11,13 @@ import pytest
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.columns import code
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.memory_budget import MemoryBudget, memory_budget
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.run_file import planned_run_file
+from hyper_parallel.planner.run_file import MemoryBudget, memory_budget, planned_run_file, user_strategy
 from hyper_parallel.planner.table import SPREAD, Table
-from hyper_parallel.planner.user_strategy import user_strategy
 from hyper_parallel.strategy import recomputed_layers
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload

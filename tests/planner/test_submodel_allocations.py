@@ -9,23 +9,29 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict, yaml12
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.submodels.answer import Answer, memory_of_parts
-from hyper_parallel.planner.submodels.chart import colocated_lanes, disjoint_lanes
-from hyper_parallel.planner.submodels.page import page
-from hyper_parallel.planner.submodels.run_file import allocated_run_file
+from hyper_parallel.planner.submodels.answer import Answer, allocated_run_file, memory_of_parts
+from hyper_parallel.planner.submodels.page import colocated_lanes, disjoint_lanes, page
 from hyper_parallel.planner.submodels.search import (
     Allocations,
     allocations,
     best,
+    colocated,
     colocated_sizes,
+    disjoint,
     disjoint_bound,
     disjoint_sizes,
 )
-from hyper_parallel.planner.submodels.sizes import Row, Sizes, Task, encoder_bytes
-from hyper_parallel.planner.submodels.stages import copies, media_dealt, rows_dealt
-from hyper_parallel.planner.submodels.steps import colocated, disjoint
-from hyper_parallel.report.part_chart import CAUSES, shares
-from hyper_parallel.workload.part_costs import EncoderCosts, LanguageCosts, Line, ModelCosts, Passes
+from hyper_parallel.planner.submodels.sizes import (
+    Row,
+    Sizes,
+    Task,
+    copies,
+    encoder_bytes,
+    media_dealt,
+    rows_dealt,
+)
+from hyper_parallel.report.html import CAUSES, shares
+from hyper_parallel.workload.submodels import EncoderCosts, LanguageCosts, Line, ModelCosts, Passes
 
 GIB = 2.0**30
 NONE = Line(0.0, 0.0)

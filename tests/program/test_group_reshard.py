@@ -13,8 +13,7 @@ import pytest
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import Fold, Layout, Mesh
 from hyper_parallel.program import DeviceGroup, ReshardPlan, plan_reshard
-from hyper_parallel.program.cells import cells_of, elements
-from hyper_parallel.program.reshard import Buffer, adjoint_layout
+from hyper_parallel.program.reshard import Buffer, adjoint_layout, cells_of, elements
 
 PAIRS = 500
 AXES = ("tensor_y", "tensor_x", "context", "shard", "replicate")

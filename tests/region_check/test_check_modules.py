@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from harness.modules import BROKEN, RIGHT, RULES, WIDTH, Model
+from harness.small_models import small_fields
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.graph.alike_layers import described
+from hyper_parallel.graph.likeness import described
 from hyper_parallel.shard.parallelize import on_simulated_ranks as spread
 from hyper_parallel.shard.parallelize import refusal_of_tokens
 from hyper_parallel.shard.plan import make_plan
-from hyper_parallel.shard.region_check import advice, check, outcome, randomness, reduced_model
+from hyper_parallel.shard.region_check import check, diagnosis, outcome, reduced_model
+from hyper_parallel.shard.region_check.outcome import SeenCall
 from hyper_parallel.shard.region_check.reduced_model import Reduced
-from hyper_parallel.shard.region_check.sample_inputs import SeenCall
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model
-from hyper_parallel.verify.shrink import small_fields
 
 CALL = SeenCall.of((torch.zeros(2, 6, WIDTH),), {})
 TENSOR = Strategy(axes={"tensor": 2}, rules=RULES)
@@ -65,8 +65,8 @@ def test_only_the_layers_that_are_copied_count_as_large(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("between", BROKEN)
 def test_what_mixes_features_is_refused(between: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Advice is another test's.
-    monkeypatch.setattr(advice, "rules_that_pass", lambda *_: None)
-    monkeypatch.setattr(advice, "without_axes", lambda *_: [])
+    monkeypatch.setattr(diagnosis, "rules_that_pass", lambda *_: None)
+    monkeypatch.setattr(diagnosis, "without_axes", lambda *_: [])
     found = _found(between)
     assert isinstance(found, str), f"accepted: {found}"
     assert "strategy.check" in found
@@ -99,12 +99,12 @@ def test_a_whole_model_with_one_wrong_region_keeps_the_others_split() -> None:
 
 
 def test_randomness_is_named_by_module_and_operator() -> None:
-    drawn = randomness.unrepeatable(Model(BROKEN["noise"]), CALL, spread)
+    drawn = diagnosis.unrepeatable(Model(BROKEN["noise"]), CALL, spread)
     assert drawn == "'layers.0' (randn_like), 'layers.1' (randn_like)"
     assert "outside of PyTorch" in str(
-        randomness.unrepeatable(Model(BROKEN["random of Python"]), CALL, spread)
+        diagnosis.unrepeatable(Model(BROKEN["random of Python"]), CALL, spread)
     )
-    assert randomness.unrepeatable(Model(RIGHT["relu"]), CALL, spread) is None
+    assert diagnosis.unrepeatable(Model(RIGHT["relu"]), CALL, spread) is None
 
 
 def test_draws_without_effect_are_no_reason() -> None:
@@ -113,7 +113,7 @@ def test_draws_without_effect_are_no_reason() -> None:
             torch.rand(())  # as layer drop does whose rate is 0
             return super().forward(x)
 
-    assert randomness.unrepeatable(Drawing(WIDTH, 3), CALL, spread) is None
+    assert diagnosis.unrepeatable(Drawing(WIDTH, 3), CALL, spread) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])

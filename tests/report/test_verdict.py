@@ -8,7 +8,7 @@ import pytest
 
 from harness.traces import Ops, one_f_one_b, toy, trace
 from hyper_parallel.report import page
-from hyper_parallel.report.verdict import verdict
+from hyper_parallel.report.sheets import verdict
 from hyper_parallel.simulator import simulate
 from hyper_parallel.trace import Bytes, Timeline
 

@@ -9,14 +9,14 @@ import pytest
 
 from harness import run_ranks
 from harness.pipelines import Captured, even_cut
-from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.gradients import GRADIENT
 from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import partition
 from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup
 from hyper_parallel.runtime.build_program import pipeline_program
 from hyper_parallel.runtime.interpreter import Interpreter
-from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.runtime.rank_transfers import ProcessTransfers
 from hyper_parallel.schedule import named_schedule
 from hyper_parallel.verify.families import FAMILIES
 

@@ -15,7 +15,7 @@ from hyper_parallel.program import (
     TaskKind,
     Wait,
 )
-from hyper_parallel.runtime.positions import positions
+from hyper_parallel.runtime.graph_interpreter import positions
 
 MESH = Mesh(("shard", 1))
 

@@ -12,18 +12,15 @@ from torch import Tensor
 
 from harness.pipelines import Captured, Tensors, interpreted, run_in_threads
 from hyper_parallel.graph import StepGraph, executable, values_of
+from hyper_parallel.graph.host_nodes import HOST, HostPoint
 from hyper_parallel.graph.pass_manager import validate
 from hyper_parallel.graph.stage_graph import Partition
-from hyper_parallel.graph.suspension import HOST, HostPoint
-from hyper_parallel.graph.transfer_nodes import BEGINS, transfer_ends
-from hyper_parallel.offloading.runtime.open_tiers import GUESS
-from hyper_parallel.offloading.schedule.build_problem import build_problem
+from hyper_parallel.offloading.open_tiers import GUESS
+from hyper_parallel.offloading.schedule.build_problem import BEGINS, build_problem, transfer_ends
 from hyper_parallel.program import Program
-from hyper_parallel.runtime.graph_interpreter import GraphInterpreter
-from hyper_parallel.runtime.positions import positions
+from hyper_parallel.runtime.graph_interpreter import GraphInterpreter, positions
 from hyper_parallel.runtime.rank_graph import RankWriter, numbered
-from hyper_parallel.runtime.rank_transfers import RankTransfers
-from hyper_parallel.runtime.transfers import MemoryTransfers, TransferError
+from hyper_parallel.runtime.rank_transfers import MemoryTransfers, RankTransfers, TransferError
 from hyper_parallel.schedule import ScheduleName, named_schedule, with_steady_pairs
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.verify.families import FAMILIES

@@ -17,9 +17,9 @@ from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Partition, Stage
 from hyper_parallel.layout import DeviceGroup, Layout, Mesh
 from hyper_parallel.program import Port, Program, Recv, Send, Wait
+from hyper_parallel.runtime.rank_transfers import MemoryTransfers, memory_channels
 from hyper_parallel.runtime.reshard_transfers import KnownPorts, ReshardTransfers
 from hyper_parallel.runtime.stage_runner import flat, shaped
-from hyper_parallel.runtime.transfers import MemoryTransfers, memory_channels
 
 MESHES = [
     (("tensor_x", 1),),

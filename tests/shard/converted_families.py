@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.verify.shrink import shrunken
+from harness.small_models import shrunken
 
 FAMILIES = ("gpt_neox", "granitemoe", "ernie4_5_moe", "inkling2_text")
 """Renamed; experts joined; a router's learned buffer renamed; weights that are taken apart in another order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hyper_parallel.shard.gradient_clipping import clip_gradients
+from hyper_parallel.shard.sharded_model import clip_gradients
 
 
 def _gradients() -> list[torch.Tensor]:

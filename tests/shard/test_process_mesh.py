@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from harness import run_ranks
-from hyper_parallel.layout.device_group import DeviceGroup
 from hyper_parallel.layout.layout import Layout
-from hyper_parallel.layout.mesh import Mesh
+from hyper_parallel.layout.mesh import DeviceGroup, Mesh
 from hyper_parallel.shard.process_mesh import ProcessMesh
-from hyper_parallel.shard.whole_tensors import cut, gathered
+from hyper_parallel.shard.reshard import cut, gathered
 
 WHOLE = torch.arange(12.0).view(6, 2)
 

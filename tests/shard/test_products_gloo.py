@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from harness.small_models import small_fields
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device
 from hyper_parallel.verify.report import compare
 from hyper_parallel.verify.run import step_of
-from hyper_parallel.verify.shrink import small_fields
 
 CONTEXT_TENSOR = {"axes": {"context": 2, "tensor_x": 2}}
 PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {

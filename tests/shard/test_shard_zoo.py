@@ -9,7 +9,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.parallelize import on_simulated_ranks as spread
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check import check
-from hyper_parallel.shard.region_check.sample_inputs import TokenCall
+from hyper_parallel.shard.region_check.outcome import TokenCall
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify.families import SHAPE
 

@@ -7,7 +7,7 @@ import torch
 from harness import run_ranks
 from hyper_parallel import shard
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.vision_towers import towers_of
+from hyper_parallel.shard.model_structure import towers_of
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.verify.matrix import build_model, draw_batch

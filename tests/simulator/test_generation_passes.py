@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.cluster.collective_cost import distinct_experts, expert_shares
 from hyper_parallel.cluster.device import Device, Link, Tier
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.simulator.generation import PassLoad, Piece, TierSplit
@@ -17,7 +18,6 @@ from hyper_parallel.simulator.generation.pass_cost import PassPricer, Sparse
 from hyper_parallel.simulator.generation.pass_model import PassModel
 from hyper_parallel.simulator.generation.pass_trace import simulated
 from hyper_parallel.simulator.generation.shape_pass import of_shape
-from hyper_parallel.workload.expert_choice import distinct_experts, expert_shares
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.shape import Latent, Shape
 

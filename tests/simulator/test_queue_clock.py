@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from harness.traces import Ops, toy, trace
 from hyper_parallel.simulator import simulate
+from hyper_parallel.simulator.host_queue import QueueClock
 from hyper_parallel.simulator.op_costs import Costs
-from hyper_parallel.simulator.queue_clock import QueueClock
 from hyper_parallel.workload.work import Work
 
 QUEUES = (

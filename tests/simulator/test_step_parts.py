@@ -9,7 +9,7 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.simulator import simulate
 from hyper_parallel.trace import Collective, Op, Span, Trace
-from hyper_parallel.trace.step_parts import step_parts
+from hyper_parallel.trace.timeline import step_parts
 from hyper_parallel.workload.work import Work
 
 

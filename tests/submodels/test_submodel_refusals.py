@@ -12,8 +12,8 @@ import hyper_parallel as hp
 from harness.submodel_models import MODELS
 from harness.submodel_steps import SubmodelCase, against_one_device
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
-from hyper_parallel.strategy.submodels import read_submodels
+from hyper_parallel.shard.model_structure import assigned_modules, submodel_of
+from hyper_parallel.strategy.axes import read_submodels
 
 VISION = ["model.vision_tower", "model.multi_modal_projector"]
 

@@ -16,7 +16,7 @@ import pytest
 from hyper_parallel import proc
 from hyper_parallel.data import cache
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.graph.compiled import artifacts
+from hyper_parallel.graph import artifacts
 from hyper_parallel.proc import LockWait, lock_holder, room_for_files
 
 

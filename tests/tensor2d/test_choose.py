@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.shard.tensor2d.factorization import (
+from hyper_parallel.shard.tensor.factorization import (
     Gathered,
     MlpFactors,
     Shape,

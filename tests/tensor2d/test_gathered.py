@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyper_parallel.shard.tensor2d.regather import GatheredInput, gather_again
+from hyper_parallel.shard.tensor.apply_1d import GatheredInput, gather_again
 
 
 def _doubling() -> tuple[list[int], object]:

@@ -8,8 +8,8 @@ import torch
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.process_mesh import ProcessMesh
-from hyper_parallel.shard.tensor2d.heads import ScatterHeads
-from hyper_parallel.shard.tensor2d.types import part_of_x, with_digits
+from hyper_parallel.shard.tensor.apply_2d import ScatterHeads
+from hyper_parallel.shard.tensor.factorization import part_of_x, with_digits
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hyper_parallel import shard
 from hyper_parallel.compat.collectives import counting
 from hyper_parallel.compat.local_tensor import on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard import precision
+from hyper_parallel.shard import memory
 from hyper_parallel.strategy import Strategy
 from shard.families import FAMILIES, Step, build, one_device_step, simulated_step, step
 
@@ -78,7 +78,7 @@ def _gradients(family: str, strategy: Strategy, lowering: Any = "traceable") -> 
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (precision, importlib.import_module("hyper_parallel.shard.parallelize")):
+    for module in (memory, importlib.import_module("hyper_parallel.shard.parallelize")):
         monkeypatch.setattr(module, "dtype", lambda name: torch.float64)
 
 

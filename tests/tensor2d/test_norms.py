@@ -15,7 +15,7 @@ from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import Mesh
 from hyper_parallel.shard.process_mesh import ProcessMesh
-from hyper_parallel.shard.tensor2d.norm import distributed_norm, formula_of
+from hyper_parallel.shard.tensor.norm import distributed_norm, formula_of
 
 NORMS = {
     "llama": lambda: LlamaRMSNorm(16, 1e-5),

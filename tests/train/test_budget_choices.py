@@ -10,8 +10,7 @@ from engines import Ran, differences, few, of_graph, run_engine
 from tiny_run import LLAMA
 
 from harness import run_ranks
-from hyper_parallel.offloading import Rate
-from hyper_parallel.offloading.runtime import open_tiers
+from hyper_parallel.offloading import Rate, open_tiers
 from hyper_parallel.offloading.schedule import graph_search
 
 # A link so slow that almost anything is cheaper than a copy, whatever machine this is.

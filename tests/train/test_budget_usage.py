@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hyper_parallel.train.budget_usage import BudgetMeter
-from hyper_parallel.train.progress import line
+from hyper_parallel.train.summary import BudgetMeter, line
 
 MIB = 2**20
 

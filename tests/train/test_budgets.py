@@ -13,7 +13,7 @@ from tiny_run import LLAMA, metrics, run, run_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness import run_ranks
-from hyper_parallel.compat import paged_out_parameters
+from hyper_parallel.compat import memory as paged_out_parameters
 from hyper_parallel.data import PackedText
 from hyper_parallel.errors import BudgetError, CaptureError, NonFiniteError
 from hyper_parallel.step import graph_cache

@@ -15,9 +15,7 @@ from torch import fx, nn
 from harness import RanksError, run_ranks
 from hyper_parallel.errors import CompileError
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.compiled import Compiled
-from hyper_parallel.graph.compiled.partition import Subgraph, partition
-from hyper_parallel.graph.compiled.replace import replace
+from hyper_parallel.graph.compiled import Compiled, Subgraph, partition, replace
 from hyper_parallel.step import graph_cache
 
 

@@ -15,7 +15,7 @@ from hyper_parallel.errors import CompileError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.compiled import Compiled
 from hyper_parallel.step import graph_cache
-from hyper_parallel.step.compile_options import artifacts_of
+from hyper_parallel.step.build import artifacts_of
 from hyper_parallel.workload import Flops
 
 NEEDS_COMPILER = pytest.mark.skipif(inductor.missing() is not None, reason="no C++ compiler")

@@ -16,11 +16,11 @@ from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
 from hyper_parallel.graph import Rewrite, StepGraph, executable, is_collective
 from hyper_parallel.graph.dependencies import dependencies, reorder
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes, largest_sizes
+from hyper_parallel.graph.host_nodes import HostPoint
 from hyper_parallel.graph.pass_manager import SCHEDULE, validate
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.offloading import pass_pipeline
-from hyper_parallel.overlap.priority_order import priority_order
+from hyper_parallel.overlap.buckets import priority_order
 from hyper_parallel.step.accumulation import AccumulatedExecutable, accumulating, whole_step
 from hyper_parallel.step.capture_train_step import capture_one, state
 from hyper_parallel.step.recipe import CONTROL_VECTOR

@@ -27,9 +27,9 @@ from hyper_parallel.errors import FaultError, TierError
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.offloading import choose
 from hyper_parallel.offloading.schedule import offload_pass
-from hyper_parallel.offloading.tiers import host
-from hyper_parallel.offloading.tiers.pool import SHARED
-from hyper_parallel.offloading.tiers.shared_lease import OWN, PREFIX
+from hyper_parallel.offloading.tiers import memory_tier
+from hyper_parallel.offloading.tiers.leases import OWN, PREFIX
+from hyper_parallel.offloading.tiers.memory_tier import SHARED
 from hyper_parallel.step.graph_executor import GraphStepper
 
 TRAIN = {"steps": 6, "eval": {"batches": 1}, "sample": {"tokens": 0}}
@@ -121,7 +121,7 @@ def test_a_disk_that_fails_in_mid_run_ends_it_and_the_next_start_goes_on(
 def test_a_host_without_the_memory_is_said_before_the_first_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "bytes_in", lambda path, key: 100_000)
+    monkeypatch.setattr(memory_tier, "bytes_in", lambda path, key: 100_000)
     config = _config(folder, "host", host="64MiB")
     with pytest.raises(TierError, match=r"this machine has 97\.7 KiB available; .* set memory\.host lower"):
         run(config)

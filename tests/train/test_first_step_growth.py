@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
 from hyper_parallel.graph import Pass, Rewrite, StepGraph
 from hyper_parallel.graph.execute import executable
@@ -21,9 +21,8 @@ from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.accumulation import rewritten_loop
 from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one
-from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import Recipe, schedule
 from hyper_parallel.strategy import Strategy
 
 FEW = 4

@@ -10,16 +10,15 @@ import torch
 from tiny_run import LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
 from hyper_parallel.graph.accumulate import when_of
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.accumulation import whole_step
 from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_cache import Graphs
-from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import Recipe, schedule
 from hyper_parallel.strategy import Strategy
 
 MICRO = 3

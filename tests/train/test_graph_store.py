@@ -26,15 +26,15 @@ from torch import Tensor, fx, nn
 
 from harness.captured import recipe_of
 from harness.forked_command import run_command
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.host_nodes import HostPoint
 from hyper_parallel.graph.written_graph import Unreadable, Unwritable, from_bytes, to_bytes
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import parallelize
-from hyper_parallel.step import code_digest
+from hyper_parallel.step import graph_key
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, state
 from hyper_parallel.step.graph_cache import Captured, Graphs
 from hyper_parallel.step.graph_store import GraphStore
@@ -50,8 +50,8 @@ SHARD = {"axes": {"shard": 2}}
 @pytest.fixture(autouse=True)
 def _sources_may_be_young(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of this repository may have been written a moment ago; a test of its own covers those that were."""
-    monkeypatch.setattr(code_digest, "_BEGUN", time.time() + 3600)
-    code_digest.versions.cache_clear()
+    monkeypatch.setattr(graph_key, "_BEGUN", time.time() + 3600)
+    graph_key.versions.cache_clear()
 
 
 def _recipe(family: str, strategy: Mapping[str, Any], train: Mapping[str, Any] | None = None) -> Recipe:
@@ -233,8 +233,8 @@ def _key(
 
 _KEY = """
 import time
-from hyper_parallel.step import code_digest
-code_digest._BEGUN = time.time() + 3600
+from hyper_parallel.step import graph_key
+graph_key._BEGUN = time.time() + 3600
 import test_graph_store
 print(test_graph_store._key())
 """
@@ -307,7 +307,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def key() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(code_digest, "_BEGUN", time.time() + 3600)
+        patched.setattr(graph_key, "_BEGUN", time.time() + 3600)
         found = _key()
         assert found is not None
         assert found == _key(), "the same step has the same key"
@@ -321,14 +321,14 @@ def test_whatever_decides_a_step_changes_its_key(other: str, key: str) -> None:
     assert found != key
 
 
-def test_versions_settings_and_exchanged_functions_change_the_key(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_settings_and_exchanged_functions_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Here and not in a fixture: what other tests import meanwhile is part of the key.
+    key = _key()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "__version__", "2.99")
-        code_digest.versions.cache_clear()
+        graph_key.versions.cache_clear()
         assert _key() != key
-    code_digest.versions.cache_clear()
+    graph_key.versions.cache_clear()
     with monkeypatch.context() as patched:
         patched.setenv("TORCH_SOMETHING", "1")
         assert _key() != key
@@ -428,9 +428,9 @@ def test_code_that_is_younger_than_the_process_is_not_kept(
     own_code: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.utime(str(own_code.__file__))
-    monkeypatch.setattr(code_digest, "versions", lambda: ())
+    monkeypatch.setattr(graph_key, "versions", lambda: ())
     monkeypatch.setattr("hyper_parallel.step.graph_key.versions", lambda: ())
-    monkeypatch.setattr(code_digest, "_BEGUN", os.stat(str(own_code.__file__)).st_mtime - 0.001)
+    monkeypatch.setattr(graph_key, "_BEGUN", os.stat(str(own_code.__file__)).st_mtime - 0.001)
     store = tmp_path / "store"
     with caplog.at_level(logging.INFO):
         _captured(store, "llama", SHARD, BatchShape(((2, 32),), (False,)))

@@ -12,7 +12,7 @@ import pytest
 from tiny_run import Bigram, metrics, run, run_config
 
 from harness import run_ranks
-from hyper_parallel.checkpoint import folder_names, newest
+from hyper_parallel.checkpoint import file_format, newest
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.checkpoint.verify import reason_to_pass_over
 from hyper_parallel.config import RunConfig
@@ -44,7 +44,7 @@ def config_of(folder: Path, name: str, **sections: Any) -> RunConfig:
 
 
 def saved(config: RunConfig) -> list[str]:
-    return [str(name) for name in reversed(folder_names.committed(Path(config.out) / "checkpoints"))]
+    return [str(name) for name in reversed(file_format.committed(Path(config.out) / "checkpoints"))]
 
 
 def passed_over(config: RunConfig) -> list[str]:

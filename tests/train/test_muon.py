@@ -11,12 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import run_ranks
 from hyper_parallel.checkpoint import Piece
-from hyper_parallel.config.optimizer import AdamWConfig, MuonConfig
+from hyper_parallel.config.train import AdamWConfig, MuonConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.optimizer import AdamW, build_optimizer
-from hyper_parallel.step.optimizer.muon import Muon, hidden_matrices
-from hyper_parallel.step.optimizer.newton_schulz import orthogonalise
+from hyper_parallel.step.optimizer.muon import Muon, hidden_matrices, orthogonalise
 from hyper_parallel.strategy import Strategy
 
 # A large eps: the gradient of a key's bias is zero but for rounding, which AdamW would blow up to whole updates.

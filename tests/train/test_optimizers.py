@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 from harness import run_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.config.optimizer import (
+from hyper_parallel.config.train import (
     AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,
@@ -25,7 +25,7 @@ from hyper_parallel.errors import ConfigError, StrategyError
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.optimizer.block_quantization import (
+from hyper_parallel.step.optimizer.adamw_8bit import (
     blocks,
     dequantized,
     dynamic_map,

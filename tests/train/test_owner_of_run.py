@@ -12,14 +12,14 @@ import torch
 from tiny_run import LLAMA, run_config
 from torch import Tensor, nn
 
+from harness.small_models import small_fields
 from hyper_parallel.cli.main import main
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.shard.own_terms import OwnTerms
+from hyper_parallel.shard.loss.auxiliary_loss import OwnTerms
 from hyper_parallel.shard.owner_check import Comparison
 from hyper_parallel.step.build import build, compared_with_owner
 from hyper_parallel.verify import verify_file
-from hyper_parallel.verify.shrink import small_fields
 
 MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4, "expand": 2}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

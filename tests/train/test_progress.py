@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hyper_parallel.train.progress import Progress, line
+from hyper_parallel.train.summary import Progress, line
 
 RECORD = {
     "loss": 5.7448,

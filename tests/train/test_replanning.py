@@ -16,11 +16,11 @@ import torch
 from engines import Ran, differences, of_graph, run_engine
 
 from harness import run_ranks
-from hyper_parallel.offloading import Move, choose
-from hyper_parallel.offloading.runtime import bandwidth_monitor, open_tiers
+from hyper_parallel.offloading import Move, choose, open_tiers
+from hyper_parallel.offloading import runtime as bandwidth_monitor
 from hyper_parallel.offloading.schedule import offload_pass
 from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
-from hyper_parallel.offloading.tiers.host import HostTier
+from hyper_parallel.offloading.tiers.memory_tier import HostTier
 from hyper_parallel.step.replan import QUIET, Replanning
 
 SLOW_FROM = 6

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.captured import family_config, recipe_of
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import StepGraph, is_collective, rewritten
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step

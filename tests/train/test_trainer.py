@@ -15,12 +15,12 @@ import pytest
 import torch
 from tiny_run import LLAMA, Bigram, metrics, run, run_config
 
-from hyper_parallel.checkpoint.lock import open_folder
 from hyper_parallel.checkpoint.reader import Checkpoint
+from hyper_parallel.checkpoint.writer import open_folder
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CheckpointError, ConfigError, LaunchError, NonFiniteError
 from hyper_parallel.train import Summary, Trainer, register_tracker, run_parts
-from hyper_parallel.train.save_interval import SaveInterval
+from hyper_parallel.train.run_parts import SaveInterval
 from hyper_parallel.train.trackers import RunInfo
 
 

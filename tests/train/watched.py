@@ -11,7 +11,7 @@ import torch
 
 from harness.observer import Observer
 from hyper_parallel.graph import Executable
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.host_nodes import HostPoint
 from hyper_parallel.offloading.tiers.memory_tier import MemoryTier
 
 

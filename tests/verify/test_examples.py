@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from harness.examples import run_files
+from harness.small_models import shrunken
 from hyper_parallel.config import yaml12
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.step.build import transformers_config
 from hyper_parallel.verify import verify_file
-from hyper_parallel.verify.shrink import shrunken
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = {

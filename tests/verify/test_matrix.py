@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from harness.random_files import Case, draw_case
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.fuzz import Case, draw_case
 from hyper_parallel.verify.matrix import (
     Cell,
     build_model,

@@ -16,7 +16,7 @@ from hyper_parallel.config.load import from_dict
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.launch import Worker
 from hyper_parallel.runtime.stage_runner import StageRunner
-from hyper_parallel.step.pipeline_runner import PipelineRunner
+from hyper_parallel.step.program_runner import PipelineRunner
 from hyper_parallel.verify import Report, verify_file
 from hyper_parallel.verify.run import RESULT, worker_main
 

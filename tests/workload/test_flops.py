@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from harness.small_models import small_fields
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.verify.shrink import small_fields
 from hyper_parallel.workload import Flops, flops_of_config, flops_of_model, mfu
 
 CONFIGS = {

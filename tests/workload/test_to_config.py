@@ -8,7 +8,7 @@ import pytest
 
 from hyper_parallel.workload.published import names, shape
 from hyper_parallel.workload.shape import Shape
-from hyper_parallel.workload.to_config import to_config
+from hyper_parallel.workload.transformers_config import to_config
 
 
 @pytest.mark.parametrize("name", names())

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from docs_site import schema_tree as tree
 from hyper_parallel.config import yaml12
 from hyper_parallel.config.generate import GenerateConfig
-from hyper_parallel.config.json_schema import json_schema
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.config.run import RunConfig
+from hyper_parallel.config.schema import json_schema
 from hyper_parallel.errors import ConfigError
 
 KINDS: dict[str, type[BaseModel]] = {"run": RunConfig, "rl": RLConfig, "generation": GenerateConfig}

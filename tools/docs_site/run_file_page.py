@@ -8,8 +8,7 @@ from typing import Any
 
 from docs_site import schema_tree as tree
 from docs_site.example_values import KINDS, Examples, flow
-from hyper_parallel.config.json_schema import json_schema
-from hyper_parallel.config.schema import sections_of
+from hyper_parallel.config.schema import json_schema, sections_of
 
 _TITLES = {"run": "Run file", "rl": "Reinforcement learning file", "generation": "Generation file"}
 _OPTIONS = {"run": "", "rl": " --rl", "generation": " --generate"}

@@ -13,7 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from hyper_parallel.calibrate.results import Results
+from hyper_parallel.calibrate.timing import Results
 from hyper_parallel.errors import LaunchError
 
 Progress = Callable[[str], None]

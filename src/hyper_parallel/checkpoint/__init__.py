@@ -5,7 +5,7 @@ other layout and number of ranks, `export` writes a Hugging Face folder, `export
 describes the format.
 """
 
-from hyper_parallel.checkpoint.adapter_folder import export_adapter
+from hyper_parallel.checkpoint.adapters import export_adapter
 from hyper_parallel.checkpoint.export import export
 from hyper_parallel.checkpoint.rank_agreement import Ranks
 from hyper_parallel.checkpoint.reader import read

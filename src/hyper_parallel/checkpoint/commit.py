@@ -1,26 +1,27 @@
-"""Rank 0's part of a save: wait for every rank's files, check that they fit together, commit, and prune."""
+"""The commit of a save on the background thread: each rank's tensors and index, then rank 0's marker, and pruning."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hyper_parallel._version import __version__
-from hyper_parallel.checkpoint import folder_names, validate
-from hyper_parallel.checkpoint.digest_json import seal, unseal
+from hyper_parallel.checkpoint import file_format, shard
 from hyper_parallel.checkpoint.durable import Written, discard, explain, fsync_folder, publish, write_file
-from hyper_parallel.checkpoint.rank_save import POLL_SECONDS
-from hyper_parallel.checkpoint.verify import damage, reason_to_pass_over
-from hyper_parallel.errors import CheckpointError
+from hyper_parallel.checkpoint.file_format import seal, unseal
+from hyper_parallel.checkpoint.verify import damage, reason_to_pass_over, usable
+from hyper_parallel.errors import CheckpointError, FollowsError
 from hyper_parallel.layout import Box, Mesh
 
 _log = logging.getLogger(__name__)
@@ -44,35 +45,33 @@ def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
     """
     files: dict[str, Written] = {}
     if what.assets:
-        folder = partial / folder_names.ASSETS
+        folder = partial / file_format.ASSETS
         folder.mkdir()
         for name, data in what.assets.items():
-            files[f"{folder_names.ASSETS}/{name}"] = write_file(folder / name, [data])
+            files[f"{file_format.ASSETS}/{name}"] = write_file(folder / name, [data])
         fsync_folder(folder)
     _await_ranks(partial, what, time_limit)
     indexes = []
     for rank in range(what.mesh.world):
-        raw = (partial / folder_names.index_file(rank)).read_bytes()
+        raw = (partial / file_format.index_file(rank)).read_bytes()
         try:
             index = unseal(raw)
         except ValueError as error:
-            raise CheckpointError(
-                f"{partial / folder_names.index_file(rank)}: {error}; save again"
-            ) from error
+            raise CheckpointError(f"{partial / file_format.index_file(rank)}: {error}; save again") from error
         indexes.append(index)
-        files[folder_names.index_file(rank)] = Written(len(raw), hashlib.sha256(raw).hexdigest())
-        files[folder_names.data_file(rank)] = Written(index["data"]["bytes"], index["data"]["sha256"])
-        found = os.stat(partial / folder_names.data_file(rank)).st_size
+        files[file_format.index_file(rank)] = Written(len(raw), hashlib.sha256(raw).hexdigest())
+        files[file_format.data_file(rank)] = Written(index["data"]["bytes"], index["data"]["sha256"])
+        found = os.stat(partial / file_format.data_file(rank)).st_size
         if found != index["data"]["bytes"]:
             raise CheckpointError(
-                f"{partial / folder_names.data_file(rank)}: {found} bytes instead of {index['data']['bytes']}; save "
+                f"{partial / file_format.data_file(rank)}: {found} bytes instead of {index['data']['bytes']}; save "
                 "again"
             )
     _check_whole(indexes, what)
     fsync_folder(partial)
     marker = {
-        "format": folder_names.FORMAT,
-        "version": folder_names.VERSION,
+        "format": file_format.FORMAT,
+        "version": file_format.VERSION,
         "step": what.step,
         "world": what.mesh.world,
         "mesh": [list(axis) for axis in what.mesh.axes],
@@ -82,14 +81,14 @@ def commit(partial: Path, final: Path, what: Commit, time_limit: float) -> None:
             "python": platform.python_version(),
         },
         "ranks": [
-            {"data": folder_names.data_file(rank), "index": folder_names.index_file(rank)}
+            {"data": file_format.data_file(rank), "index": file_format.index_file(rank)}
             for rank in range(what.mesh.world)
         ],
         "files": {name: asdict(written) for name, written in files.items()},
         "unusable": sorted({name for index in indexes for name in index["unusable"]}),
         "state": what.state,
     }
-    publish(partial / folder_names.COMMIT, seal(marker))
+    publish(partial / file_format.COMMIT, seal(marker))
     os.rename(partial, final)
     fsync_folder(final.parent)
 
@@ -103,7 +102,7 @@ def prune(newest: Path, keep: int, known: set[Path]) -> None:
     """
     folder = newest.parent
     good = passed_over = 0
-    for name in folder_names.committed(folder):
+    for name in file_format.committed(folder):
         path = folder / str(name)
         if name > _name_of(newest, folder):
             continue
@@ -119,8 +118,8 @@ def prune(newest: Path, keep: int, known: set[Path]) -> None:
                 _log.warning("an old checkpoint could not be deleted: %s: %s", path, error.strerror)
 
 
-def _name_of(path: Path, folder: Path) -> folder_names.Name:
-    return next(name for name in folder_names.committed(folder) if str(name) == path.name)
+def _name_of(path: Path, folder: Path) -> file_format.Name:
+    return next(name for name in file_format.committed(folder) if str(name) == path.name)
 
 
 def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
@@ -129,12 +128,12 @@ def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:
     missing = set(range(what.mesh.world))
     while True:
         present = set(os.listdir(partial))
-        for rank, code in folder_names.failures(present).items():
+        for rank, code in file_format.failures(present).items():
             reason: object = f"see the log of rank {rank}"
             if code:
                 reason = explain(OSError(code, os.strerror(code)), partial)
             raise CheckpointError(f"step {what.step} was not saved: rank {rank} failed: {reason}")
-        missing = {rank for rank in missing if folder_names.index_file(rank) not in present}
+        missing = {rank for rank in missing if file_format.index_file(rank) not in present}
         if not missing:
             return
         if time.monotonic() > deadline:
@@ -182,7 +181,7 @@ def _check_whole(indexes: list[dict[str, Any]], what: Commit) -> None:
                 "part of it must save it"
             )
         try:
-            validate.whole(name, tuple(shape), boxes[name])
+            file_format.whole(name, tuple(shape), boxes[name])
         except ValueError as error:
             raise CheckpointError(
                 f"{failed}: {error}; all ranks give it the same layout and the same device groups"
@@ -199,3 +198,117 @@ def _check_whole(indexes: list[dict[str, Any]], what: Commit) -> None:
 def _described(kind: tuple[Any, ...]) -> str:
     _, dtype, layout, mesh, groups = kind
     return f"{dtype} {layout}" + (f" on mesh {mesh} in {', '.join(groups)}" if groups else "")
+
+
+POLL_SECONDS = 0.02
+"""Seconds between polls of the folder for other ranks' progress."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The data that one rank writes; training does not change it.
+
+    `mesh` has all ranks of the run. `tensors` describes every tensor that this rank holds a part of, `blocks` has the
+    boxes to write and their places, and `read` returns a block's bytes when it is written.
+    """
+
+    step: int
+    rank: int
+    mesh: Mesh
+    partial: Path
+    final: Path
+    tensors: dict[str, dict[str, Any]]
+    blocks: list[shard.WriteBlock]
+    read: Callable[[shard.WriteBlock], memoryview]
+    largest: Mapping[str, float] = field(default_factory=dict)
+    """For some tensors, the largest magnitude of an element that is still usable."""
+
+    def write(self) -> None:
+        """Write the tensors, then the index, whose presence shows that both are on the disk.
+
+        Raises GivenUpError if rank 0 has removed the folder, OSError from the file system.
+        """
+        digests: list[str] = []
+        unusable: set[str] = set()
+        tensors = {block.key: (block.dtype, block.box.size) for block in self.blocks}
+        head = file_format.header(tensors, {"format": "pt"})
+
+        def chunks() -> Iterator[bytes | memoryview]:
+            yield head
+            for block in self.blocks:
+                chunk = self.read(block)
+                digests.append(hashlib.sha256(chunk).hexdigest())
+                if block.name in self.largest and not usable(
+                    file_format.values(chunk, block.dtype), self.largest[block.name]
+                ):
+                    unusable.add(block.name)
+                yield chunk
+
+        try:
+            written = write_file(self.partial / file_format.data_file(self.rank), chunks())
+            index = self._index(digests, len(head), written, sorted(unusable))
+            publish(self.partial / file_format.index_file(self.rank), index)
+        except FileNotFoundError as error:
+            if self.rank == 0:
+                raise
+            raise self._given_up() from error
+
+    def _index(self, digests: list[str], start: int, written: Written, unusable: list[str]) -> bytes:
+        tensors: dict[str, dict[str, Any]] = {
+            name: {**tensor, "pieces": []} for name, tensor in self.tensors.items()
+        }
+        for block, digest in zip(self.blocks, digests, strict=True):
+            tensors[block.name]["pieces"].append(
+                {
+                    "key": block.key,
+                    "offset": list(block.box.offset),
+                    "size": list(block.box.size),
+                    "bytes": [start + block.start, start + block.stop],
+                    "sha256": digest,
+                }
+            )
+        file = file_format.data_file(self.rank)
+        return seal(
+            {
+                "step": self.step,
+                "rank": self.rank,
+                "mesh": [list(axis) for axis in self.mesh.axes],
+                "data": {"file": file, "bytes": written.bytes, "sha256": written.sha256},
+                "tensors": tensors,
+                "unusable": unusable,
+            }
+        )
+
+    def await_commit(self, time_limit: float) -> None:
+        """Wait until rank 0 has committed or failed, by polling the file system, since this thread runs no collectives.
+
+        Waits twice `time_limit` seconds, so that rank 0, which knows which rank is late, fails first.
+        """
+        deadline = time.monotonic() + 2 * time_limit
+        while not self.final.is_dir():
+            # The rename may come between the two looks, hence the second one.
+            if not self.partial.is_dir() and not self.final.is_dir():
+                raise self._given_up()
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"step {self.step} is written on rank {self.rank}, but rank 0 did not commit it within "
+                    f"{2 * time_limit:.0f} s; see rank 0's log"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def report(self, error: BaseException) -> None:
+        """Report this rank's failure to rank 0, after deleting what it wrote: the disk may be full."""
+        with contextlib.suppress(OSError):
+            (self.partial / file_format.data_file(self.rank)).unlink(missing_ok=True)
+            code = error.errno or 0 if isinstance(error, OSError) else 0
+            (self.partial / file_format.failed_file(self.rank, code)).touch()
+            fsync_folder(self.partial)
+
+    def _given_up(self) -> GivenUpError:
+        return GivenUpError(
+            f"step {self.step} was not saved: another rank could not write its part; rank 0 says why"
+        )
+
+
+class GivenUpError(CheckpointError, FollowsError):
+    """Rank 0 has removed the folder that this rank was writing."""

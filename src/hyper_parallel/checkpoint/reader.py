@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import folder_names, validate
-from hyper_parallel.checkpoint.digest_json import unseal
+from hyper_parallel.checkpoint import file_format
+from hyper_parallel.checkpoint.file_format import unseal
 from hyper_parallel.checkpoint.shard import Piece, check, dtype_name
 from hyper_parallel.checkpoint.verify import read_file, read_marker
-from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.compat.memory import present
 from hyper_parallel.errors import CheckpointError, nearest
 from hyper_parallel.layout import Box
 from hyper_parallel.untrusted import open_within
@@ -97,7 +97,7 @@ class Checkpoint:
             raw = read_file(path, files["index"], self._marker)
             try:
                 index = unseal(raw)
-                validate.index(index, rank, self._marker)
+                file_format.index(index, rank, self._marker)
             except ValueError as error:
                 raise CheckpointError(f"{path}: {files['index']}: {error}") from error
             self._add(index, files["data"])
@@ -105,14 +105,14 @@ class Checkpoint:
         self.tensors = dict(sorted(self.tensors.items()))
         try:
             for name, tensor in self.tensors.items():
-                validate.whole(name, tensor.shape, (block.box for block in tensor.blocks))
+                file_format.whole(name, tensor.shape, (block.box for block in tensor.blocks))
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
     def _add(self, index: dict[str, Any], file: str) -> None:
         """Add the blocks in `file` that a valid index lists."""
         for name, saved in index["tensors"].items():
-            kind = Tensor(tuple(saved["shape"]), validate.DTYPES[saved["dtype"]])
+            kind = Tensor(tuple(saved["shape"]), file_format.DTYPES[saved["dtype"]])
             tensor = self.tensors.setdefault(name, kind)
             if (tensor.shape, tensor.dtype) != (kind.shape, kind.dtype):
                 raise CheckpointError(f"{self.path}: the ranks' indexes describe {name} differently")
@@ -124,12 +124,12 @@ class Checkpoint:
     @property
     def assets(self) -> list[str]:
         """The names of the assets: small files that were saved with the tensors."""
-        start = f"{folder_names.ASSETS}/"
+        start = f"{file_format.ASSETS}/"
         return [file.removeprefix(start) for file in self._marker["files"] if file.startswith(start)]
 
     def asset(self, name: str) -> bytes:
         """The verified content of one of `assets`."""
-        return read_file(self.path, f"{folder_names.ASSETS}/{name}", self._marker)
+        return read_file(self.path, f"{file_format.ASSETS}/{name}", self._marker)
 
     def match(self, pieces: Mapping[str, Piece], prefix: str = "", elsewhere: Collection[str] = ()) -> None:
         """Raise CheckpointError unless the saved tensors under `prefix` are those of `pieces`, and those named in

@@ -1,24 +1,26 @@
-"""Finds the newest checkpoint that passes verification and is healthy."""
+"""Finds the newest checkpoint that passes verification and is healthy: in a folder, or in what a user names."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import folder_names, validate
-from hyper_parallel.checkpoint.digest_json import LARGEST, unseal
-from hyper_parallel.checkpoint.durable import explain
-from hyper_parallel.checkpoint.health import unhealthy
+from hyper_parallel.checkpoint import file_format
+from hyper_parallel.checkpoint.durable import explain, publish
+from hyper_parallel.checkpoint.file_format import LARGEST, seal, unseal
 from hyper_parallel.checkpoint.rank_agreement import Alone, Ranks, agree, ranks_of
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.untrusted import open_within, read_bytes
+from hyper_parallel.untrusted import open_within, printable, read_bytes
 
 _THREADS = 4
 """Number of files read concurrently; hashing and reading both release the interpreter's lock."""
@@ -101,7 +103,7 @@ def _listed(root: Path, ranks: Ranks) -> list[str]:
     error, listing = None, "[]"
     if ranks.rank == 0:
         try:
-            listing = json.dumps([str(name) for name in folder_names.committed(root)])
+            listing = json.dumps([str(name) for name in file_format.committed(root)])
         except OSError as problem:
             error = explain(problem, root, "read")
     found: list[str] = json.loads(agree(ranks, error, listing))
@@ -130,7 +132,7 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
     except CheckpointError as error:
         return str(error)
     if marker["step"] != _step_of(path.name):
-        return f"{folder_names.COMMIT}: is of step {marker['step']}"
+        return f"{file_format.COMMIT}: is of step {marker['step']}"
     # Large files first, so that the shares come out even.
     files = sorted(marker["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))[share::shares]
 
@@ -145,23 +147,23 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
 def read_marker(path: Path) -> dict[str, Any]:
     """The verified content of ``commit.json``. Raises CheckpointError with the reason, without the path."""
     try:
-        marker = unseal(read_bytes(open_within(path, folder_names.COMMIT), LARGEST))
+        marker = unseal(read_bytes(open_within(path, file_format.COMMIT), LARGEST))
     except FileNotFoundError as error:
         raise CheckpointError("no commit marker") from error
     except OSError as error:
-        raise CheckpointError(f"{folder_names.COMMIT}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file_format.COMMIT}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{folder_names.COMMIT}: {error}") from error
-    if marker.get("version") != folder_names.VERSION:
+        raise CheckpointError(f"{file_format.COMMIT}: {error}") from error
+    if marker.get("version") != file_format.VERSION:
         raise CheckpointError(
-            f"{folder_names.COMMIT}: format version {marker.get('version')}, this program reads version "
-            f"{folder_names.VERSION}; "
+            f"{file_format.COMMIT}: format version {marker.get('version')}, this program reads version "
+            f"{file_format.VERSION}; "
             "update it"
         )
     try:
-        validate.marker(marker)
+        file_format.marker(marker)
     except ValueError as error:
-        raise CheckpointError(f"{folder_names.COMMIT}: {error}") from error
+        raise CheckpointError(f"{file_format.COMMIT}: {error}") from error
     return marker
 
 
@@ -198,3 +200,85 @@ def _size_of(group: dist.ProcessGroup | Ranks) -> tuple[int, int]:
     if isinstance(group, Ranks):
         return group.world, group.rank
     return dist.get_world_size(group), dist.get_rank(group)
+
+
+# Checkpoint health: whether the saved weights are finite and sensible enough to resume from.
+#
+# Three records mark a checkpoint as ruined: the commit marker, if a tensor has elements that no step can compute with
+# (`unusable` in the ranks' indexes); the run's state, under ``health.ruined``; and ``verdict.json``, which the run adds
+# later, since only the step after a save shows whether the saved weights are healthy. The verdict is sealed like the
+# marker but separate from it. A ruined checkpoint can still be loaded by naming it.
+
+VERDICT = "verdict.json"
+LARGEST_WEIGHT = torch.finfo(torch.float32).max ** 0.5
+"""1.8e19: the square of a larger weight is infinite in every dtype that steps compute in, and so is their norm."""
+LARGEST_FINITE = torch.finfo(torch.float64).max
+_SHOWN = 3
+_LARGEST = 2**20
+
+
+def usable(values: torch.Tensor, largest: float) -> bool:
+    """Whether all elements are finite and none is larger in magnitude than `largest`."""
+    # A comparison with NaN is false.
+    return values.numel() == 0 or bool(values.abs().amax().item() <= largest)
+
+
+def unusable(tensors: Sequence[str]) -> str:
+    """A message that these tensors have elements that are not `usable`."""
+    more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
+    return f"not finite, or beyond what a step can compute with: {', '.join(tensors[:_SHOWN])}{more}"
+
+
+def unhealthy(path: Path, marker: Mapping[str, Any]) -> str | None:
+    """Why a checkpoint is ruined, in words; None if nothing marks it as ruined."""
+    names = marker.get("unusable")
+    if isinstance(names, list) and names:
+        return f"ruined: {unusable([printable(str(name)) for name in names])}"
+    health = marker["state"].get("health")
+    if isinstance(health, Mapping) and health.get("ruined"):
+        return printable(f"ruined: {health['ruined']}")
+    try:
+        return printable(str(unseal(read_bytes(open_within(path, VERDICT), _LARGEST))["why"]))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{VERDICT}: cannot be read: {error.strerror}"
+    except (ValueError, KeyError) as error:
+        return f"{VERDICT}: {error}"
+
+
+def pass_over(path: Path, why: str) -> None:
+    """Mark a committed checkpoint as ruined, so that readers skip it. Raises OSError."""
+    publish(path / VERDICT, seal({"why": why}))
+
+
+def find(folder: Path, tell: Callable[[str], object]) -> Path:
+    """The folder itself if it is a checkpoint, else the newest intact checkpoint in it: in a run's folder, its
+    `checkpoints` folder, or that of a Trainer's run. `tell` is given a line for each that is passed over.
+
+    Raises CheckpointError if there is none.
+    """
+    if folder.name.startswith("step-"):
+        return folder
+    within = folder / "checkpoints"
+    found = newest(within if within.is_dir() else folder)
+    for one in [] if found is not None else _of_a_trainer(folder):
+        try:
+            found = newest(one)
+        except CheckpointError as error:
+            tell(f"passed over {one}: {error}")
+        if found is not None:
+            break
+    if found is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; give a run's folder or that of one checkpoint")
+    for path, reason in found.skipped:
+        tell(f"passed over {path}: {reason}")
+    return found.path
+
+
+def _of_a_trainer(folder: Path) -> list[Path]:
+    """The folders `checkpoint-N` in a folder, newest first."""
+    found = [(re.fullmatch(r"checkpoint-([0-9]+)", path.name), path) for path in folder.iterdir()]
+    return [
+        path for _, path in sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+    ]

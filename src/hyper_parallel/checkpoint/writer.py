@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
 import json
 import os
@@ -18,21 +20,18 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.checkpoint import folder_names, stream, write_partition
-from hyper_parallel.checkpoint.commit import Commit, commit, prune
-from hyper_parallel.checkpoint.digest_json import check_state
+from hyper_parallel.checkpoint import file_format, shard
+from hyper_parallel.checkpoint.commit import Commit, GivenUpError, Part, commit, prune
 from hyper_parallel.checkpoint.durable import discard, explain
-from hyper_parallel.checkpoint.lock import open_folder
+from hyper_parallel.checkpoint.file_format import LARGEST_ASSET, check_state
 from hyper_parallel.checkpoint.rank_agreement import Ranks, agree, ranks_of
-from hyper_parallel.checkpoint.rank_save import GivenUpError, Part
 from hyper_parallel.checkpoint.shard import Piece, check, check_world
-from hyper_parallel.checkpoint.validate import LARGEST_ASSET
 from hyper_parallel.compat import backend
-from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.compat.memory import present
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
 from hyper_parallel.units import format_bytes
-from hyper_parallel.untrusted import is_plain_name
+from hyper_parallel.untrusted import is_plain_name, open_lock
 
 
 class Writer:
@@ -108,7 +107,7 @@ class Writer:
         """
         self.wait()
         error: CheckpointError | None = None
-        blocks: list[write_partition.WriteBlock] = []
+        blocks: list[shard.WriteBlock] = []
         mesh = Mesh(("rank", self._world))
         what = Commit(step, mesh, {}, {})
         try:
@@ -120,7 +119,7 @@ class Writer:
             check_state(state)
             files = _checked(assets or {})
             what = Commit(step, mesh, json.loads(json.dumps(state)), files)
-            blocks = write_partition.blocks(pieces, self._rank)
+            blocks = shard.blocks(pieces, self._rank)
             if not self._streamed:
                 self._copy(pieces, blocks)
         except CheckpointError as problem:
@@ -177,7 +176,7 @@ class Writer:
         note = ""
         if self._rank == 0 and error is None:
             try:
-                name = folder_names.free(self._folder, step)
+                name = file_format.free(self._folder, step)
                 made = self._folder / f"{name}.partial-{secrets.token_hex(4)}"
                 made.mkdir()
                 note = f"{made.name}/{name}"
@@ -199,7 +198,7 @@ class Writer:
             raise
         return partial, final
 
-    def _copy(self, pieces: Mapping[str, Piece], blocks: list[write_partition.WriteBlock]) -> None:
+    def _copy(self, pieces: Mapping[str, Piece], blocks: list[shard.WriteBlock]) -> None:
         """Copy this rank's blocks into the host buffer, which is reused from save to save."""
         size = blocks[-1].stop if blocks else 0
         if self._buffer.numel() != size:
@@ -217,8 +216,8 @@ class Writer:
                         target = self._buffer[block.start : block.stop].view(block.dtype)
                         target.view(block.box.size).copy_(local[block.box.local_slices])
 
-    def _copied(self, block: write_partition.WriteBlock) -> memoryview:
-        return stream.raw(self._buffer[block.start : block.stop])
+    def _copied(self, block: shard.WriteBlock) -> memoryview:
+        return file_format.raw(self._buffer[block.start : block.stop])
 
     def _run(self, part: Part, what: Commit) -> None:
         """On the thread: write, then commit (rank 0) or wait for the commit (the others)."""
@@ -259,11 +258,13 @@ def _mesh_of_run(pieces: Mapping[str, Piece], world: int) -> Mesh:
     return mesh
 
 
-def _block_of(pieces: Mapping[str, Piece], block: write_partition.WriteBlock) -> memoryview:
+def _block_of(pieces: Mapping[str, Piece], block: shard.WriteBlock) -> memoryview:
     """The current bytes of a block."""
     local = pieces[block.name].local
     with present(local), torch.no_grad():
-        return stream.raw(local[block.box.local_slices].clone(memory_format=torch.contiguous_format).cpu())
+        return file_format.raw(
+            local[block.box.local_slices].clone(memory_format=torch.contiguous_format).cpu()
+        )
 
 
 def _checked(assets: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -277,3 +278,31 @@ def _checked(assets: Mapping[str, bytes]) -> dict[str, bytes]:
                 f"asset {name!r} has {format_bytes(len(data))}, and may have {format_bytes(LARGEST_ASSET)}"
             )
     return dict(assets)
+
+
+LOCK = ".writer.lock"
+
+
+def open_folder(folder: Path) -> int | None:
+    """Create the folder, take its lock, and remove what interrupted writers left; returns the lock's file descriptor.
+
+    None on a file system without locks: nothing is removed there, since files of dead and live writers look alike.
+    Raises CheckpointError if another run holds the lock, OSError if the folder is not writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open_lock(folder / LOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in file_format.stale(folder):
+            discard(path)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise CheckpointError(
+            f"another run is writing checkpoints into {folder}; wait for it, or give this run another 'out'"
+        ) from error
+    except OSError as error:
+        os.close(lock)
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            return None
+        raise
+    return lock

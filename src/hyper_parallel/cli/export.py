@@ -43,7 +43,7 @@ def export(checkpoint: Path, out: Path, adapter: bool) -> None:
         raise CheckpointError(f"{checkpoint}: no such folder; give a run's folder or that of one checkpoint")
     from hyper_parallel.checkpoint import export as whole
     from hyper_parallel.checkpoint import export_adapter
-    from hyper_parallel.checkpoint.find import find
+    from hyper_parallel.checkpoint.verify import find
 
     path = find(checkpoint, lambda line: click.echo(f"hyper-parallel: {line}", err=True))
     write = export_adapter if adapter else whole

@@ -113,7 +113,7 @@ def generate(
 
 def _on_workers(settings: GenerateConfig) -> bool:
     """Whether workers are started, or there are those of a launcher."""
-    from hyper_parallel.launch.launcher_env import detect
+    from hyper_parallel.launch.rendezvous import detect
 
     if settings.effective_strategy.axes.world > 1:
         return True
@@ -137,7 +137,7 @@ def _run_workers(
     paths = {key: str(path) for key, path in named.items() if path is not None}
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", ignore_cleanup_errors=True) as temporary:
         run = for_workers(settings, out=settings.logs or temporary, prompt=prompt, chat=chat, **paths)
-        return launch.run(run, "hyper_parallel.inference.workers.entry:main")
+        return launch.run(run, "hyper_parallel.inference.worker:main")
 
 
 def _check(model: Path, prompt: str | None, chat: str | None, source: Path | None) -> None:
@@ -170,7 +170,7 @@ def _check_texts(prompt: str | None, chat: str | None) -> None:
 def _answer(model: Path, prompt: str | None, chat: str | None, settings: GenerateConfig) -> None:
     _check_texts(prompt, chat)
     from hyper_parallel.inference import Generator
-    from hyper_parallel.inference.prompt_file import prompt_of
+    from hyper_parallel.inference.batch import prompt_of
 
     with Generator(model, memory=settings.strategy.memory, **settings.inference.model_dump()) as generator:
         for answer in generator([prompt_of(prompt, chat)]):

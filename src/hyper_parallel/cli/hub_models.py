@@ -16,10 +16,9 @@ from hyper_parallel.hub.hub_id import HubId, fetched_folder, parse, parse_explic
 
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig
-    from hyper_parallel.config.data import DataConfig
-    from hyper_parallel.config.generation_run import GenerationRun
-    from hyper_parallel.config.hub_data import HubData
-    from hyper_parallel.config.rl_run import RLConfig
+    from hyper_parallel.config.data import DataConfig, HubData
+    from hyper_parallel.config.generate import GenerationRun
+    from hyper_parallel.config.rl import RLConfig
     from hyper_parallel.hub.download import Wanted
 
 Run = TypeVar("Run", "RunConfig", "RLConfig", "GenerationRun")
@@ -28,7 +27,7 @@ RUN_FILE = "run.yaml"
 
 def say(line: str) -> None:
     """A line on standard error, by the first of a machine's processes."""
-    from hyper_parallel.launch.speaking_rank import speaks
+    from hyper_parallel.launch.external_launcher import speaks
 
     if speaks(os.environ):
         click.echo(f"hyper-parallel: {line}", err=True)
@@ -112,7 +111,7 @@ def _listed(declared: Any) -> list[Any]:
 
 
 def _entry_as_begun(entry: str | HubData, key: str, earlier: list[Any]) -> str | HubData:
-    from hyper_parallel.config.hub_data import HubData, as_hub
+    from hyper_parallel.config.data import HubData, as_hub
     from hyper_parallel.hub.download import current_commit
 
     asked = as_hub(entry, key)

@@ -12,6 +12,7 @@ import click
 
 from hyper_parallel import standard_streams
 from hyper_parallel._version import __version__
+from hyper_parallel.cli.arguments import one_line
 from hyper_parallel.cli.calibrate import calibrate
 from hyper_parallel.cli.convert import convert
 from hyper_parallel.cli.doctor import doctor
@@ -24,7 +25,6 @@ from hyper_parallel.cli.rl import rl
 from hyper_parallel.cli.schema import schema
 from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
-from hyper_parallel.cli.usage_errors import one_line
 from hyper_parallel.cli.verify import verify
 from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, PlaceError, WorkersFailedError
 from hyper_parallel.untrusted import printable
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _report(printable(str(error)))
         sys.exit(1 if isinstance(error, FaultError) else 2)
     except (click.Abort, KeyboardInterrupt):
-        from hyper_parallel.launch.speaking_rank import speaks
+        from hyper_parallel.launch.external_launcher import speaks
 
         # A launcher ends the other workers of one that has failed and said why.
         if speaks(os.environ):
@@ -127,7 +127,7 @@ def _collect_nothing() -> None:
 
 
 def _report(text: str) -> None:
-    from hyper_parallel.launch.torchelastic_report import let_others_come, report_reason
+    from hyper_parallel.launch.external_launcher import let_others_come, report_reason
 
     report_reason(text)
     let_others_come()
@@ -135,7 +135,7 @@ def _report(text: str) -> None:
 
 def _speaks() -> bool:
     """Whether this process prints the error; waits if another worker of a launcher prints it."""
-    from hyper_parallel.launch.speaking_rank import let_speak, speaks
+    from hyper_parallel.launch.external_launcher import let_speak, speaks
 
     if speaks(os.environ):
         return True

@@ -16,8 +16,8 @@ from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
     from hyper_parallel.planner.query import Question
-    from hyper_parallel.workload.adapters import Adapter
     from hyper_parallel.workload.shape import Shape
+    from hyper_parallel.workload.workload import Adapter
 
 SHORT = 80
 """Columns of the lines that an answer begins with, also where the terminal is wider."""
@@ -186,10 +186,10 @@ def plan(
             shape, model, section, cluster, overrides, options, as_json, _width(), _progress(), write=_write
         )
         return
-    from hyper_parallel.planner import numbers
+    from hyper_parallel.planner import query
 
-    lengths = numbers.span("--sequence", options["sequence"])
-    counts = numbers.span("--devices", options["devices"]) if options["devices"] else (0,)
+    lengths = query.span("--sequence", options["sequence"])
+    counts = query.span("--devices", options["devices"]) if options["devices"] else (0,)
     if (len(lengths) > 1) + (len(counts) > 1) + options["fit"] > 1:
         raise click.UsageError(
             "ask for one of --fit, a range of --devices, and a range of --sequence at a time"
@@ -243,10 +243,10 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
     from dataclasses import replace
 
     from hyper_parallel.cluster import Cluster
-    from hyper_parallel.planner import numbers
+    from hyper_parallel.planner import query
     from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL, profile
     from hyper_parallel.planner.query import Question
-    from hyper_parallel.planner.simplest import TIE
+    from hyper_parallel.planner.solve import TIE
     from hyper_parallel.workload.workload import Workload
 
     machine = Cluster.named(cluster)
@@ -264,17 +264,17 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
     return Question(
         workload=Workload(
             shape,
-            numbers.whole("--batch", options["batch"]),
+            query.whole("--batch", options["batch"]),
             sequence,
             options["precision"],
             options["optimizer"],
             _adapter(options),
-            numbers.whole("--prediction-modules", options["prediction_modules"], least=0),
+            query.whole("--prediction-modules", options["prediction_modules"], least=0),
         ),
         cluster=machine,
         profile=profile(options["framework"]) if options["framework"] else usual,
         devices=devices,
-        fix=numbers.fixed(options["fix"]),
+        fix=query.fixed(options["fix"]),
         objective=options["objective"],
         top=options["top"],
         price=options["price"],
@@ -285,13 +285,13 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
 
 def _adapter(options: dict[str, Any]) -> Adapter | None:
     """What is trained in place of the whole model."""
-    from hyper_parallel.planner import numbers
-    from hyper_parallel.workload.adapters import Adapter
+    from hyper_parallel.planner import query
+    from hyper_parallel.workload.workload import Adapter
 
     if options["lora_rank"] is None:
         return None
     targets = tuple(name.strip() for name in options["lora_targets"].split(",") if name.strip())
-    return Adapter(numbers.whole("--lora-rank", options["lora_rank"]), targets, options["frozen"])
+    return Adapter(query.whole("--lora-rank", options["lora_rank"]), targets, options["frozen"])
 
 
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
@@ -345,8 +345,7 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
 
 def _one(question: Question, section: dict[str, Any] | None, options: dict[str, Any], as_json: bool) -> None:
     """The best strategies for one number of devices and one length."""
-    from hyper_parallel.planner.answer import text, to_json
-    from hyper_parallel.planner.short_answer import short
+    from hyper_parallel.planner.answer import short, text, to_json
     from hyper_parallel.planner.solve import solve
 
     given: dict[str, Any] = {"compare": options["compare"], "tokens": _tokens(options), "model": section}
@@ -370,9 +369,8 @@ def _one(question: Question, section: dict[str, Any] | None, options: dict[str, 
             click.echo(f"note: {note}", err=True)
         click.echo(f"next:    hyper-parallel train {options['out']}", err=True)
     if options["html"] is not None:
-        from hyper_parallel.planner.page import page
-        from hyper_parallel.planner.pareto import front
-        from hyper_parallel.planner.simulated_links import constants_for
+        from hyper_parallel.planner.constants import constants_for
+        from hyper_parallel.planner.page import front, page
 
         _progress()("what memory costs in time")
         constants = constants_for(question.profile, question.cluster)
@@ -387,8 +385,9 @@ def _series(
     as_json: bool,
 ) -> None:
     """A series: over numbers of devices, over sequence lengths, or down to the fewest devices that fit."""
-    from hyper_parallel.planner import sweep, sweep_tables
-    from hyper_parallel.planner.simulated_links import constants_for
+    from hyper_parallel.planner import solve as sweep
+    from hyper_parallel.planner import sweep_tables
+    from hyper_parallel.planner.constants import constants_for
 
     say, constants = _progress(), constants_for(question.profile, question.cluster)
     if options["fit"]:
@@ -416,9 +415,9 @@ def _evaluate(path: Path, as_json: bool) -> None:
 
 
 def _tokens(options: dict[str, Any]) -> float:
-    from hyper_parallel.planner import numbers
+    from hyper_parallel.planner import query
 
-    return numbers.tokens("--tokens", options["tokens"]) if options["tokens"] else 0.0
+    return query.tokens("--tokens", options["tokens"]) if options["tokens"] else 0.0
 
 
 def _progress() -> Callable[[str], None]:

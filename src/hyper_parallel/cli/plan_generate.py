@@ -47,8 +47,8 @@ def plan_generation(
     from dataclasses import replace
 
     from hyper_parallel.cluster import Cluster
-    from hyper_parallel.config.generation_plan import load_plan
-    from hyper_parallel.planner import numbers
+    from hyper_parallel.config.generate import load_plan
+    from hyper_parallel.planner import query
     from hyper_parallel.planner.generate.answer import file_text, short, text, to_json
     from hyper_parallel.planner.generate.search import GenerationQuestion, most_requests, solve
 
@@ -60,12 +60,12 @@ def plan_generation(
     asked = load_plan(overrides)
     settings, strategy = asked.inference, asked.strategy
     if options["batch"] is not None:
-        settings = settings.model_copy(update={"batch": numbers.whole("--batch", options["batch"])})
+        settings = settings.model_copy(update={"batch": query.whole("--batch", options["batch"])})
     machine = Cluster.named(cluster)
     machine = machine if machine.name else replace(machine, name=cluster)
     axes = strategy.axes
     devices = (
-        numbers.whole("--devices", options["devices"]) if options["devices"] else machine.ranks or axes.world
+        query.whole("--devices", options["devices"]) if options["devices"] else machine.ranks or axes.world
     )
     if machine.ranks and devices > machine.ranks:
         raise ConfigError(f"--devices {devices:,}: {cluster} has {machine.ranks:,}; name a larger cluster")

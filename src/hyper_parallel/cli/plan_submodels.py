@@ -56,13 +56,13 @@ def plan_run(file: str, overrides: Sequence[str], output: Output) -> None:
 def plan_stated(model: str, output: Output) -> None:
     """As `plan_run`, for a Transformers folder and stated numbers of media in a row."""
     from hyper_parallel.estimate.stated_rows import StatedRows, stated_run
-    from hyper_parallel.planner import numbers
+    from hyper_parallel.planner import query
 
     output.refuse(_OF_TEXT, "does not go with --images and --recordings; leave it out")
     options = output.options
     stated = StatedRows(
-        batch=numbers.whole("--batch", options["batch"]),
-        sequence=numbers.span("--sequence", options["sequence"])[0],
+        batch=query.whole("--batch", options["batch"]),
+        sequence=query.span("--sequence", options["sequence"])[0],
         images=_range("--images", options["images"]),
         recordings=_range("--recordings", options["recordings"]),
         size=options["image_size"],
@@ -97,7 +97,7 @@ def _answered(run: RunConfig, name: str, output: Output, written: RunConfig | No
         if options["details"]:
             click.echo("\n" + answer.text(output.width), nl=False)
     if options["out"] is not None:
-        from hyper_parallel.planner.submodels.run_file import allocated_run_file
+        from hyper_parallel.planner.submodels.answer import allocated_run_file
 
         text, notes = allocated_run_file(written or run, answer)
         output.write("--out", options["out"], text)
@@ -113,14 +113,14 @@ def _answered(run: RunConfig, name: str, output: Output, written: RunConfig | No
 def _answer(run: RunConfig, name: str, output: Output) -> Answer:
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.estimate.submodel_costs import submodel_work
-    from hyper_parallel.planner import numbers
+    from hyper_parallel.planner import query
     from hyper_parallel.planner.submodels.answer import Answer
     from hyper_parallel.planner.submodels.search import allocations
     from hyper_parallel.planner.submodels.sizes import Task
 
     cluster, given = output.cluster, output.options["devices"]
     machine = Cluster.named(cluster)
-    count = numbers.whole("--devices", given) if given else machine.ranks
+    count = query.whole("--devices", given) if given else machine.ranks
     if not count:
         raise ConfigError(f"--cluster {cluster}: how many devices? name {cluster}x16, or add --devices 16")
     if machine.ranks and count > machine.ranks:

@@ -14,7 +14,7 @@ from hyper_parallel.cli.arguments import run_file
 from hyper_parallel.standard_streams import lasting_stdout
 
 if TYPE_CHECKING:
-    from hyper_parallel.config.rl_run import RLConfig
+    from hyper_parallel.config.rl import RLConfig
 
 
 @click.command(short_help="Train a policy by reinforcement learning.")
@@ -66,7 +66,7 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
 
     from hyper_parallel.cli.hub_models import fetched_rl
     from hyper_parallel.cli.preflight import check_results
-    from hyper_parallel.config.rl_run import load_rl
+    from hyper_parallel.config.rl import load_rl
     from hyper_parallel.errors import ConfigError
 
     config = load_rl(file, overrides)
@@ -85,12 +85,11 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
         if plan:
             _plan(config, file, lambda: stopping)
             return
-        from hyper_parallel.rl.run import run
-        from hyper_parallel.rl.summary import lines
+        from hyper_parallel.rl.run import run, summary_lines
 
         with lasting_stdout(config.wording.kept):
             summary = run(config, folder=file.parent, stop=lambda: stopping, told=click.echo)
-            for line in lines(summary):
+            for line in summary_lines(summary):
                 click.echo(line)
     finally:
         for number, before in handlers.items():
@@ -101,7 +100,7 @@ def rl(file: Path, overrides: tuple[str, ...], plan: bool) -> None:
 
 def _plan(config: RLConfig, file: Path, stop: Callable[[], bool]) -> None:
     """Print the layouts of a run with their predicted times."""
-    from hyper_parallel.rl.role_split.resolve import Stopped, plan_split
+    from hyper_parallel.rl.role_split import Stopped, plan_split
 
     try:
         choice = plan_split(config, folder=file.parent, stop=stop, told=click.echo)

@@ -32,9 +32,9 @@ def schema(strategy: bool, rl: bool, generate: bool) -> None:
             "--strategy, --rl and --generate are different kinds of files; give one of them"
         )
     from hyper_parallel.config.generate import GenerateConfig
-    from hyper_parallel.config.json_schema import json_schema
-    from hyper_parallel.config.rl_run import RLConfig
+    from hyper_parallel.config.rl import RLConfig
     from hyper_parallel.config.run import RunConfig
+    from hyper_parallel.config.schema import json_schema
     from hyper_parallel.strategy import Strategy
 
     kind = Strategy if strategy else RLConfig if rl else GenerateConfig if generate else RunConfig

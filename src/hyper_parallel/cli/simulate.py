@@ -1,4 +1,4 @@
-"""``hyper-parallel simulate``"""
+"""``hyper-parallel simulate``: a training step, with --generate generation, with --rl a loop of roles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,7 +108,6 @@ def simulate(
     if rl:
         if cluster or generate or ranks or trace or html or as_written or explain:
             raise click.UsageError("--rl takes the times of its roles from FILE; only --json goes with it")
-        from hyper_parallel.cli.simulate_rl import simulate_rl
 
         simulate_rl(file, overrides, as_json, progress)
         return
@@ -124,8 +124,6 @@ def simulate(
                 f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
             )
     if run is None:
-        from hyper_parallel.cli.simulate_generate import simulate_generation
-
         simulate_generation(
             given, overrides, cluster, ranks, as_json, progress, write=_write, html=html, trace=trace
         )
@@ -179,3 +177,65 @@ def _write(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+
+
+def simulate_generation(
+    given: str,
+    overrides: tuple[str, ...],
+    name: str,
+    ranks: int | None,
+    as_json: bool,
+    progress: Callable[[str], None],
+    write: Callable[[str, Path, str], None],
+    html: Path | None,
+    trace: Path | None,
+) -> None:
+    """Print the prediction of a run of generation, and write its pages."""
+    from hyper_parallel.cli.hub_models import with_config
+    from hyper_parallel.cluster import Cluster
+    from hyper_parallel.config.generate import load_generation
+
+    run = with_config(load_generation(given, overrides))
+    cluster = Cluster.named(name)
+    world = run.strategy.axes.world
+    if ranks is not None and ranks != world:
+        raise ConfigError(
+            f"--ranks {ranks}: the strategy's axes multiply to {world}; set strategy.axes so that they multiply "
+            f"to {ranks}"
+        )
+    if cluster.ranks is not None and not cluster.shared and cluster.ranks < world:
+        raise ConfigError(
+            f"--cluster {name}: has {cluster.ranks} devices, and the strategy's axes multiply to {world}; name a "
+            "larger "
+            "cluster, or make the axes smaller"
+        )
+    cluster = replace(cluster.for_workers(world), name=cluster.name or name)
+    # Only now, because it needs torch.
+    from hyper_parallel.estimate.generate_predict import predict_generation
+    from hyper_parallel.report.table import terminal_width
+
+    found = predict_generation(run, cluster, progress=progress)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text(terminal_width()))
+    from hyper_parallel.report import page, perfetto
+
+    if trace is not None:
+        write("--trace", trace, perfetto(found.timeline))
+        click.echo(f"written: {trace} (passes that generate; open it at ui.perfetto.dev)", err=True)
+    if html is not None:
+        write(
+            "--html",
+            html,
+            page(found.timeline, f"{Path(given).stem}: passes that generate, on {cluster.name}"),
+        )
+        click.echo(f"written: {html}", err=True)
+
+
+def simulate_rl(
+    file: Path, overrides: tuple[str, ...], as_json: bool, progress: Callable[[str], None]
+) -> None:
+    """Print the simulated loops of a file."""
+    from hyper_parallel.config.rl_simulation import load_rl_simulation
+    from hyper_parallel.rl.simulator.run import compare
+
+    found = compare(load_rl_simulation(file, overrides), progress)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())

@@ -53,8 +53,7 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
         # Inside the context, since these imports take most of the time before the run starts.
         from hyper_parallel import config, launch
         from hyper_parallel.cli.hub_models import fetched
-        from hyper_parallel.cli.preflight import check
-        from hyper_parallel.cli.worker_memory import check_memory
+        from hyper_parallel.cli.preflight import check, check_memory
         from hyper_parallel.hub.download import Wanted
 
         if resume_from is not None:

@@ -103,7 +103,7 @@ def _matrix(families: str | None, out: Path | None, as_json: bool) -> int:
 
     from hyper_parallel.errors import ConfigError, nearest
     from hyper_parallel.verify.families import FAMILIES
-    from hyper_parallel.verify.strategies import STRATEGIES
+    from hyper_parallel.verify.matrix import STRATEGIES
 
     chosen = dict(FAMILIES)
     if families:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Literal, Protocol
 
-from hyper_parallel.cluster.collective_cost import BY_LEVELS, Leg, form, legs
-from hyper_parallel.cluster.device import Device, Link, Tier
-from hyper_parallel.cluster.measured import CollectiveTable, CopyTable, Shared
-from hyper_parallel.cluster.numbers import Count
-from hyper_parallel.cluster.token_dispatch import TokenDispatch
+from hyper_parallel.cluster.collective_cost import BY_LEVELS, Leg, TokenDispatch, form, legs
+from hyper_parallel.cluster.device import CollectiveTable, CopyTable, Device, Link, Shared, Tier
+from hyper_parallel.cluster.efficiency import Count
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.strategy import LEVELS, Strategy
 from hyper_parallel.workload.work import Work
 
@@ -288,3 +289,117 @@ class Cluster:
         device = found.device if workers <= measured else found.device.slowed(workers / measured)
         device = replace(device, memory=replace(device.memory, ranks=workers))
         return replace(self, device=device, collectives=found.collectives, ranks=workers)
+
+
+def misplaced(strategy: Strategy, cluster: Cluster) -> list[str]:
+    """One line for each axis that spans more than its level, with the consequence.
+
+    >>> strategy = Strategy(axes={"shard": 16}, placement={"node": ["shard"], "devices": {"node": 8}})
+    >>> misplaced(strategy, Cluster.of(strategy))
+    ['shard (16) is placed on node but spans node 8 · network 2: its collectives run level by level']
+    """
+    placement, mesh = strategy.placement, Mesh.of(strategy)
+    lines = []
+    for level in LEVELS:
+        for axis in getattr(placement, level):
+            if mesh.size(axis) == 1:
+                continue
+            # Groups at a boundary may lie differently from the first: the one on the most levels is reported.
+            ranks = max(mesh.groups(axis), key=lambda ranks: len(cluster.spans(ranks)))
+            spanned = cluster.spans(ranks)
+            if spanned == (level,):
+                continue
+            head = f"{axis} ({mesh.size(axis)}) is placed on {level} but"
+            radices = cluster.radices(ranks)
+            if radices is None:
+                lines.append(
+                    f"{head} lies on {' and '.join(spanned)} in unequal parts: its collectives run flat"
+                )
+            elif len(spanned) > 1:
+                parts = " · ".join(f"{name} {size}" for name, size in reversed(radices))
+                how = "level by level" if placement.collectives == "levels" else "flat"
+                lines.append(f"{head} spans {parts}: its collectives run {how}")
+            else:
+                lines.append(f"{head} fits into {spanned[0]}, and lies there")
+    return lines
+
+
+# Bytes and messages that a collective sends across link levels.
+#
+# The count is the bytes that *leave an island* (a node or a supernode), divided by the group's members in it, so that
+# figures of different groups can be added and compared with one device's share of the slow link. Assumptions about flat
+# collectives:
+#
+# - `all_gather`, `reduce_scatter`, `all_reduce` and the like: a ring in rank order, each of whose links carries what a
+#   rank receives. With n ranks, g of them in each island, one of an island's g links crosses. `order="worst"` is a ring
+#   that leaves the island at each link, as when ranks are distributed to the islands round-robin.
+# - `all_to_all`: every rank sends to every other directly.
+# - `broadcast`, `reduce`, `scatter`, `gather`: as a chain, counted like the ring.
+# - `send`: one message.
+#
+# A collective that runs level by level is several calls, each over a group on one level, and needs no assumption.
+
+
+class CollectiveCall(Protocol):
+    """One call of a collective; `compat.collectives.Collective` is one."""
+
+    @property
+    def kind(self) -> str:
+        """`all_reduce`, `all_gather`, …"""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group."""
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that each rank gives."""
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that each rank gets from others."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Traffic that leaves an island, per member of the group in it."""
+
+    bytes: Fraction = Fraction(0)
+    messages: Fraction = Fraction(0)
+
+    def __add__(self, other: Crossing) -> Crossing:
+        return Crossing(self.bytes + other.bytes, self.messages + other.messages)
+
+
+def crossing(
+    calls: Iterable[CollectiveCall], cluster: Cluster, level: str, order: Literal["rank", "worst"] = "rank"
+) -> Crossing:
+    """The traffic of the calls out of islands of `level` ("node" or "supernode"), for the island that sends most."""
+    total = Crossing()
+    for call in calls:
+        total += _one(call, cluster, level, order)
+    return total
+
+
+def _one(call: CollectiveCall, cluster: Cluster, level: str, order: str) -> Crossing:
+    islands = [cluster.island(rank, level) for rank in call.ranks]
+    if len(set(islands)) < 2:
+        return Crossing()
+    if call.kind in ("send", "recv"):
+        return Crossing(Fraction(call.bytes_in), Fraction(1)) if call.kind == "send" else Crossing()
+    size = len(islands)
+    if call.kind == "all_to_all":
+        # Each member sends to everybody outside; the emptiest island has most outside.
+        outside = size - min(islands.count(island) for island in set(islands))
+        return Crossing(Fraction(call.bytes_received * outside, size - 1), Fraction(outside))
+    # As many messages pass over a link as a ring has steps.
+    steps = {"all_reduce": 2 * (size - 1), "all_gather": size - 1, "reduce_scatter": size - 1}.get(
+        call.kind, 1
+    )
+    share = Fraction(1)
+    if order == "rank":
+        leaving: dict[int, int] = {}
+        for here, there in zip(islands, [*islands[1:], islands[0]], strict=True):
+            leaving[here] = leaving.get(here, 0) + (here != there)
+        share = max(Fraction(links, islands.count(island)) for island, links in leaving.items())
+    return Crossing(call.bytes_received * share, steps * share)

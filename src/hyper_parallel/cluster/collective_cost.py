@@ -2,7 +2,7 @@
 
 The simulator, the calibration and the planner price collectives with these forms. n, B, α and β are numbers, or arrays
 with an entry for each configuration (`Number`). The planner takes α = 0 here and adds the latency of trees, to which
-libraries turn for small messages (`planner.cost_model.collectives`).
+libraries turn for small messages (`planner.cost_model.operators`).
 
 | Collective | Seconds | Function |
 |---|---|---|
@@ -20,7 +20,7 @@ A link's `setup` is added once for each call. Rings: Patarasu and Yuan, *Bandwid
 JPDC 69(2), 2009; the others: Thakur, Rabenseifner and Gropp, *Optimization of collective communication operations in
 MPICH*, IJHPCA 19(1), 2005. B is what a rank *gives*: its shard in an all-gather, the whole in the others.
 
-Over several link levels a collective runs level by level, as `cluster.traffic` counts it and `placement.collectives:
+Over several link levels a collective runs level by level, as `cluster.cluster` counts it and `placement.collectives:
 levels` runs it (`legs`), g ranks inside and k across:
 
     all-reduce       reduce-scatter of B inside, all-reduce of B/g across, all-gather of B/g inside
@@ -35,9 +35,11 @@ An all-to-all may also go directly from each rank to each other; of what a rank 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from hyper_parallel.errors import ConfigError, nearest
@@ -149,3 +151,117 @@ def direct_shares(radices: Sequence[tuple[str, Number]]) -> dict[str, Number]:
 
 BY_LEVELS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Kinds that can run level by level."""
+
+
+# Token dispatch: bytes that tokens take to their experts on each link level, with one copy of a token to each domain.
+#
+# A token chooses c of the experts of R = d · k ranks: d in each domain of fast links (a node, or a supernode), k
+# domains on the network. An all-to-all sends a row for each expert. DeepEP and HybridEP send one row to each domain,
+# which is forwarded there to the ranks that need it (DeepSeek-V3, arXiv 2412.19437, section 3.2.2):
+#
+#     destinations(p) = p (1 − (1 − 1/p)^c)         of p places, those that get a token            `destinations`
+#     network         = destinations(r) (1 − 1/k)   copies of a token, over the network
+#     inside          = destinations(r d) (1 − 1/d) copies of a token, over the links of a domain
+#
+# r of the k domains can hold a token's experts, where it chooses groups of experts first (`reached`). The planner's
+# closed forms (`planner.cost_model.layer_collectives`) and the simulator take both functions from here.
+
+_MOST_GROUPS = 64
+
+
+@dataclass(frozen=True)
+class TokenDispatch:
+    """A library that sends one copy of a token to each domain of its experts; `train` sends a row for each expert."""
+
+    chosen: float
+    """Experts that a token goes to."""
+    groups: float = 0.0
+    """Groups of experts from which a token chooses first; 0 without groups."""
+    chosen_groups: float = 0.0
+    share: float = 1.0
+    """Share of the exchanges that go this way, the others being all-to-alls: between 0 and 1 where it is not known."""
+
+    def bytes(self, size: float, radices: Sequence[tuple[str, int]]) -> dict[str, float]:
+        """Bytes that a rank sends on each level, of `size` bytes with a row for each expert.
+
+        `radices` as `Cluster.radices` gives them. Levels that no link of is needed are left out.
+
+        >>> TokenDispatch(2).bytes(2.0, [("network", 2), ("node", 2)])
+        {'network': 0.75, 'node': 0.875}
+        """
+        domains = math.prod(n for level, n in radices if level == "network")
+        within = [(level, n) for level, n in radices if level != "network"]
+        inside = math.prod(n for _, n in within)
+        held = reached(self.groups, self.chosen_groups, domains)
+        token = size / max(self.chosen, 1.0)
+        found = {}
+        if domains > 1:
+            found["network"] = token * destinations(held, self.chosen) * (1 - 1 / domains)
+        copies = token * destinations(held * inside, self.chosen) * (1 - 1 / inside)
+        ranks = 1
+        for level, n in reversed(within):
+            # Of what goes to other ranks of a domain, the part whose way ends on this level.
+            found[level] = copies * (n - 1) * ranks / (inside - 1)
+            ranks *= n
+        return found
+
+
+def destinations(places: Number, chosen: Number) -> Number:
+    """Of `places` that hold a token's possible experts equally, those that hold at least one of `chosen`."""
+    return places * (1 - (1 - 1 / places) ** chosen)
+
+
+def reached(groups: Number, chosen: Number, domains: Number) -> Number:
+    """Domains among which a token's experts lie, of `domains`, where it chooses some groups of experts first.
+
+    With G groups, of which a token chooses g, and k domains: k (1 − Π_{i<g} (1 − (G / k) / (G − i))) where a domain has
+    several groups, k g / G where a group has several. Selections are products with truth values, so that arrays of
+    equal shapes are computed as numbers are.
+    """
+    limited = (groups > 0) * (chosen > 0) * 1.0
+    groups = groups + (1 - limited)
+    held = groups / domains
+    missed: Number = 1.0
+    for i in range(int(min(getattr(chosen, "max", lambda: chosen)(), _MOST_GROUPS))):
+        behind = groups - i
+        left = 1 - held / (behind + (1 - behind) * (behind < 1))
+        missed = missed * (left * (left > 0)) ** (i < chosen)
+    found = (held >= 1) * domains * (1 - missed) + (held < 1) * domains * chosen / groups
+    found = found + (1 - found) * (found < 1)
+    found = found + (domains - found) * (found > domains)
+    return limited * found + (1 - limited) * domains
+
+
+# Experts of a layer that the tokens of a pass choose: which weights a pass reads.
+#
+#     touched = Σ_experts 1 − (1 − k p_i)^T          experts that at least one of T tokens chooses   `distinct_experts`
+#
+# p_i is an expert's share of all choices: 1/E where routing is balanced, else i^−s normalized (Zipf), so that a skew s
+# of 0 is balanced; k p_i is at most 1.
+
+
+@lru_cache(maxsize=1024)
+def distinct_experts(experts: int, chosen: int, tokens: float, skew: float = 0.0, first: int = 0) -> float:
+    """Experts, from the `first` most popular on, that `tokens` tokens choose at least once, in expectation.
+
+    >>> round(distinct_experts(256, 8, 32), 1)
+    163.3
+    """
+    if skew == 0:
+        return float((experts - first) * (1 - (1 - chosen / experts) ** tokens))
+    return float(sum(1 - (1 - share) ** tokens for share in expert_shares(experts, chosen, skew)[first:]))
+
+
+def expert_shares(experts: int, chosen: int, skew: float) -> tuple[float, ...]:
+    """Probability that a token chooses each expert, the most popular first; they add up to `chosen`.
+
+    An expert is chosen by a token at most once: what would go beyond is spread over the others.
+    """
+    weights = [rank**-skew for rank in range(1, experts + 1)]
+    found: list[float] = []
+    left, total = float(chosen), sum(weights)
+    for weight in weights:
+        share = min(1.0, left * weight / total)
+        found.append(share)
+        left, total = left - share, total - weight
+    return tuple(found)

@@ -23,13 +23,59 @@ operator and, if measured, for single operators by name.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Annotated
 
-from hyper_parallel.cluster.curve import Curve
-from hyper_parallel.cluster.numbers import NotNegative, Positive
+from pydantic import Field
+
 from hyper_parallel.workload.work import Work
+
+# A measured quantity as a function of a size: piecewise linear in the logarithms of both.
+#
+#     log y = log y_i + (log x − log x_i) · (log y_{i+1} − log y_i) / (log x_{i+1} − log x_i)      `Curve.at`
+#
+# Beyond the first and the last point the curve is constant. So it is exact at the points, lies between its neighbours
+# everywhere else, and rises where the points rise.
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points (x, y) of positive numbers, x ascending. Raises ValueError for others.
+
+    >>> Curve(((1, 1.0), (100, 0.5))).at(100)
+    0.5
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [x for x, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise ValueError("a curve has at least one point, and its sizes ascend")
+        if not all(0 < number < math.inf for point in self.points for number in point):
+            raise ValueError("a curve's sizes and values are positive")
+
+    def at(self, x: float) -> float:
+        """The value at size `x`."""
+        after = bisect_right(self.points, x, key=lambda point: point[0])
+        if after == 0:
+            return self.points[0][1]
+        here, value = self.points[after - 1]
+        if after == len(self.points) or x == here:
+            return value
+        there, following = self.points[after]
+        share = math.log(x / here) / math.log(there / here)
+        return float(value * (following / value) ** share)
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
 
 _FADE = 4.0**-4
 """Weight of the smooth curve: that of a measured point four doublings away."""

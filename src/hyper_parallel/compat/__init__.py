@@ -5,10 +5,8 @@
 """
 
 from hyper_parallel.compat.accelerator import TorchBackend
-from hyper_parallel.compat.backend import Backend, Event, Stream
-from hyper_parallel.compat.failures import is_lost_peer, is_out_of_memory
-from hyper_parallel.compat.hardware import unused_accelerators
-from hyper_parallel.compat.registry import accelerators, backend, names, register
+from hyper_parallel.compat.backend import Backend, Event, Stream, is_lost_peer, is_out_of_memory
+from hyper_parallel.compat.registry import accelerators, backend, names, register, unused_accelerators
 
 __all__ = [
     "Backend",

@@ -1,16 +1,20 @@
-"""Back-end interface: everything the project may ask of a kind of device."""
+"""Back-end interface: everything the project may ask of a kind of device, its clocks, and the exceptions by which a
+device or a peer fails.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from hyper_parallel.compat.events import Clock, EventClock
-from hyper_parallel.compat.pinned_memory import HostMemory, HostPages, Unpin
+from hyper_parallel.compat.memory import HostMemory, HostPages, Unpin
 
 
 class Event(Protocol):
@@ -176,3 +180,79 @@ class Backend(ABC):
     def driver(self) -> str | None:
         """Version of the driver or runtime; None where there is none."""
         return None
+
+
+class Clock(Protocol):
+    """Stamps the work that the calling thread gives to the current device."""
+
+    def stamp(self) -> None:
+        """Mark the end of the work given so far."""
+
+    def read(self) -> list[float]:
+        """Seconds from the first stamp to each, once all are reached; the clock is empty then."""
+
+
+class HostClock:
+    """Of a device that has done a piece of work when the call returns."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def stamp(self) -> None:
+        """Mark the present."""
+        self._times.append(time.perf_counter())
+
+    def read(self) -> list[float]:
+        """Seconds from the first stamp to each."""
+        times, self._times = self._times, []
+        return [at - times[0] for at in times]
+
+
+class EventClock:
+    """Of a device that runs behind the host: events on the stream that the thread computes on."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._events: list[Event] = []
+
+    def stamp(self) -> None:
+        """Record an event."""
+        event = self._backend.Event(timing=True)
+        event.record()
+        self._events.append(event)
+
+    def read(self) -> list[float]:
+        """Seconds from the first event to each; waits for all work."""
+        self._backend.synchronize()
+        events, self._events = self._events, []
+        return [events[0].elapsed_time(event) * 1e-3 for event in events]
+
+
+# gloo raises a bare RuntimeError, which only its text tells from others.
+_LOST = re.compile(
+    r"gloo/|connection (was )?(closed|reset|refused)|connection lost|broken pipe"
+    r"|nccl communicator was aborted|remote process exited|socket timeout|hccl.*(timeout|abort)",
+    re.IGNORECASE,
+)
+
+_FULL = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether `error` is what a rank sees when *another* rank has gone, or never came."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError):
+            return True
+        if isinstance(seen, (RuntimeError, ConnectionError)) and _LOST.search(str(seen)):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory, or the host's, ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # The host's allocator raises a bare RuntimeError; back ends outside of PyTorch say it in words of their own.
+    return isinstance(error, RuntimeError) and _FULL.search(str(error)) is not None

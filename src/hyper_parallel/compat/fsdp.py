@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2, with its private APIs wrapped here."""
+"""PyTorch's FSDP2; hooks of parameters, and gradients of DTensors whose shards differ in size."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -261,3 +262,80 @@ class _Scatter(_ByFunction, ReduceScatter):
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"gradients are summed, not reduced by {op}"
         output_tensor.copy_(self.move(input_tensor))
+
+
+class Hooks(NamedTuple):
+    """The hooks of one parameter. The dicts are PyTorch's own: a hook that is removed later is gone from them."""
+
+    of_gradient: dict[int, Callable[[Tensor], Tensor | None]]
+    """`register_hook`: called with the gradient of a backward pass."""
+    after_accumulation: dict[int, Callable[[Tensor], None]]
+    """`register_post_accumulate_grad_hook`: called with the parameter, once its `.grad` is summed."""
+
+    def __bool__(self) -> bool:
+        return bool(self.of_gradient or self.after_accumulation)
+
+
+def hooks_of(parameter: Tensor) -> Hooks:
+    """The hooks that are registered on a parameter now."""
+    return Hooks(
+        parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    )
+
+
+def move_hooks(old: Tensor, new: Tensor) -> None:
+    """Give a parameter the hooks of the one whose place it takes."""
+    if hooks := hooks_of(old):
+        new._backward_hooks = hooks.of_gradient or None
+        if hooks.after_accumulation:
+            new._post_accumulate_grad_hooks = hooks.after_accumulation
+
+
+def at_end_of_backward(call: Callable[[], Any]) -> None:
+    """Inside of a backward pass: call a function when all gradients are there, after what else was queued."""
+    queue = Variable._execution_engine.queue_callback
+    queue(lambda: queue(call))
+
+
+# Gradients of DTensors whose shards differ in size.
+#
+# PyTorch takes the strides of the whole gradient from one shard, and copies it where they differ from the parameter's:
+# into shards of the sizes that it expects, which are not those of a fused weight. PyTorch 2.11 gathers them there.
+
+
+def local_for_compute(parameter: DTensor) -> torch.Tensor:
+    """The shard of a parameter; its gradient has the parameter's placements, shape and strides."""
+    local: torch.Tensor = _Local.apply(parameter)
+    return local
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.whole = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        local = parameter.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        mesh, placements, shape, stride = ctx.whole
+        return DTensor.from_local(
+            gradient.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+def keep_gradient_sharded(parameter: nn.Parameter) -> None:
+    """Have a DTensor's gradient in the placements of its values, as newer releases have it."""
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(_sharded)
+
+
+def _sharded(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if (
+        isinstance(parameter, DTensor)
+        and isinstance(gradient, DTensor)
+        and gradient.placements != parameter.placements
+    ):
+        # From whole tensors to shards: nothing is sent.
+        parameter.grad = gradient.redistribute(placements=parameter.placements)

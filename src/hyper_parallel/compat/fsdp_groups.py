@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.compat.dispatch import leaves_of, mapped
 from hyper_parallel.compat.fsdp import groups_of
-from hyper_parallel.compat.pytree import leaves_of, mapped
 
 Announce = Callable[["ParameterGroup"], None]
 

@@ -22,7 +22,7 @@ their own for these operators, so that these are theirs. What a graph or a count
 
 The end of a process. gloo's threads let go of a collective's tensors a moment after it is over, and need the
 interpreter's lock for it. Where the interpreter shuts down in that moment, CPython ends the thread on its way out of a
-C++ function, and the whole process aborts ("terminate called without an active exception"): see `compat.threads`.
+C++ function, and the whole process aborts ("terminate called without an active exception"): see `compat.cpu`.
 Destroying the process group joins those threads, so that is done at exit.
 """
 
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
 
-from hyper_parallel.compat.threads import PATIENCE
+from hyper_parallel.compat.cpu import PATIENCE
 
 PACKED = 2**20
 """Bytes of a whole tensor up to which it is packed with others: from there on the copies cost what a call does."""

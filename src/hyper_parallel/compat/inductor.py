@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 
 Region = Callable[..., Sequence[torch.Tensor]]
 """Tensors to tensors."""

@@ -1,24 +1,36 @@
-"""Settings of `hyper-parallel generate`: a file's sections, or overrides alone."""
+"""Files and overrides of generation: of `generate`, of `simulate --generate`, and of `plan --generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
-from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference
-from hyper_parallel.config.launch import LaunchConfig
-from hyper_parallel.config.launched import Wording
+from hyper_parallel.config.inference import GenerationWorkload, Inference, PredictedInference
+from hyper_parallel.config.launch import LaunchConfig, Wording
 from hyper_parallel.config.load import build, load_file
-from hyper_parallel.config.predicted_model import PredictedModel
+from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.hub.hub_id import parse
 from hyper_parallel.strategy import Axes, Strategy
-from hyper_parallel.strategy.generation_memory import GenerationMemory
-from hyper_parallel.strategy.memory import Memory
+from hyper_parallel.strategy.memory import GenerationMemory, Memory
 from hyper_parallel.strategy.section import PathText, Section
+from hyper_parallel.workload.published import shape
+from hyper_parallel.workload.transformers_config import to_config
+
+
+def published(name: str) -> dict[str, Any]:
+    """The section of a published model. Raises ConfigError for a name that is not known."""
+    return {"config": {**to_config(shape(name)), "dtype": "bfloat16"}}
+
+
+PredictedModel = Annotated[
+    ModelConfig, BeforeValidator(lambda given: published(given) if isinstance(given, str) else given)
+]
+"""A published model by its name, a config, or a folder."""
+
 
 _TRAINING = "is for training, and generation does not use it"
 _UNUSED = {
@@ -185,3 +197,56 @@ def for_workers(settings: GenerateConfig, **given: Any) -> GenerateRun:
     return GenerateRun.model_validate(
         {**{key: getattr(settings, key) for key in GenerateConfig.model_fields}, **given}
     )
+
+
+class PlannedGeneration(Section):
+    """Keys of a plan of generation."""
+
+    version: Literal[1] = 1
+    """Version of the format."""
+    strategy: GenerationStrategy = GenerationStrategy()
+    """Axes that are given, and budgets: `memory.device` with the tiers."""
+    inference: PredictedInference = PredictedInference()
+    """`batch`: requests at once; `rows` and `page`, if given, are kept."""
+    workload: GenerationWorkload = GenerationWorkload()
+    """The requests."""
+
+
+def load_plan(overrides: Sequence[str] = ()) -> PlannedGeneration:
+    """From overrides such as ``"workload.prompt_tokens=4096"``. Raises ConfigError as `load` does."""
+    found = build(PlannedGeneration, [("plan", {"version": 1})], overrides)
+    for axis in ("context", "pipeline", "shard", "tensor_y"):
+        if getattr(found.strategy.axes, axis) > 1:
+            raise ConfigError(
+                f"strategy.axes.{axis}: plans of generation have tensor, expert and replicate; leave it out"
+            )
+    return found
+
+
+class GenerationRun(Section):
+    """Generation whose time and memory are predicted: what generates, how, and for which requests."""
+
+    version: Literal[1]
+    """The version of the file's format."""
+    model: PredictedModel
+    """The model: a published one by its name, a config, or a folder."""
+    strategy: GenerationStrategy = GenerationStrategy()
+    """Axes, and the memory budget with its tiers."""
+    inference: PredictedInference = PredictedInference()
+    """How requests share the device."""
+    workload: GenerationWorkload = GenerationWorkload()
+    """The requests."""
+
+
+def load_generation(given: str, overrides: Sequence[str] = ()) -> GenerationRun:
+    """The run that a YAML file describes, or that of a published model, a Transformers folder or an id of the Hub, with
+    dotted overrides.
+
+    Raises ConfigError as `load` does.
+    """
+    path = Path(given).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        return load_file(GenerationRun, path, overrides)
+    known = path.is_dir() or parse(given, "model") is not None
+    model: Any = {"path": given} if known else published(given)
+    return build(GenerationRun, [(given, {"version": 1, "model": model})], overrides)

@@ -1,14 +1,20 @@
-"""`rl` section: the algorithm, its objective, and how stale what it trains on may be."""
+"""The file of `hyper-parallel rl`, with its sections `rl`, `task`, `warmup` and `eval`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hyper_parallel.config.optimizer import AdamWConfig, OptimizerConfig, with_a_name
-from hyper_parallel.config.train import ScheduleConfig
-from hyper_parallel.strategy.section import Section
+from hyper_parallel.config.launch import LaunchConfig, Wording
+from hyper_parallel.config.load import load_file
+from hyper_parallel.config.model import ModelConfig
+from hyper_parallel.config.rl_roles import RoleConfig, Roles
+from hyper_parallel.config.run import CheckpointConfig, Tracker
+from hyper_parallel.config.train import AdamWConfig, OptimizerConfig, ScheduleConfig, with_a_name
+from hyper_parallel.strategy.section import PathText, Section
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -179,3 +185,215 @@ class RLTraining(Section):
     def updates(self) -> int:
         """Of the optimizer, in the whole run."""
         return self.steps * self.minibatches
+
+
+REWARD_MODEL = "model"
+"""Of `task.reward`: in place of a function's name."""
+
+
+class TaskConfig(Section):
+    """Prompts and rewards: a synthetic task by its name, or a file."""
+
+    name: str | None = None
+    """A task whose prompts are computed: `sort` and others (docs/rl-rewards.md)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Of the task, such as `digits`."""
+    prompts: PathText | None = None
+    """A JSONL file: each row has `prompt`, a text or the messages of a conversation, and what the reward needs, such as
+    `answer`."""
+    overlong: Literal["error", "drop", "truncate_left"] = "error"
+    """Of a row whose prompt leaves the model no positions for `rl.max_tokens`: refuse the file before the first step,
+    leave the row out, or leave out the prompt's first tokens."""
+    held_out: PathText | None = None
+    """The same, for evaluation."""
+    reward: str = "exact_match"
+    """`exact_match`, `math`, `code`, a function of yours (`package.module:function` or `file.py:function`), or `model`:
+    the reward model of `roles.reward`."""
+    environment: str | None = None
+    """Instead of a reward, for answers of several turns: `calculator`, or a class of yours (`file.py:Class`), whose
+    `step` gives the text or the message that the policy reads next, and rewards."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the reward or the environment, such as `isolation` for `code` (docs/rl-rewards.md)."""
+    time_limit: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds for one reward."""
+    workers: PositiveInt = 1
+    """Processes that compute rewards."""
+    max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The share of a batch's answers whose rewards may fail (raise, take too long, be no number); the run ends where
+    more do, or all."""
+    shuffle_rewards: bool = False
+    """Give rewards to other answers than they belong to: a control, with which nothing can be learnt."""
+
+    @model_validator(mode="after")
+    def _named(self) -> TaskConfig:
+        if (self.name is None) == (self.prompts is None):
+            raise ValueError("give 'name', a synthetic task, or 'prompts', a file; one of them")
+        if (
+            self.environment is not None
+            and "reward" in self.model_fields_set
+            and self.reward != "exact_match"
+        ):
+            raise ValueError("'environment' gives the rewards; leave 'reward' out")
+        own = TaskConfig.model_fields
+        for key in ("options", "time_limit", "workers") if self.has_reward_model else ():
+            if getattr(self, key) != own[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key!r} is for reward functions; leave it out with a reward model")
+        return self
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether rewards are the scores of `roles.reward`."""
+        return self.environment is None and self.reward == REWARD_MODEL
+
+
+_WARMUP_OPTIMIZER = AdamWConfig(lr=1e-3, weight_decay=0.0)
+
+
+class WarmupConfig(Section):
+    """Supervised training on the task's answers before the first step."""
+
+    steps: PositiveInt = 1000
+    """At most so many."""
+    batch: PositiveInt = 128
+    """Prompts of each."""
+    until: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Ends as soon as drawn answers to held-out prompts are right this often."""
+    every: PositiveInt = 15
+    """Steps between two such looks."""
+    optimizer: OptimizerConfig = _WARMUP_OPTIMIZER
+    """Its own, at a constant rate."""
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _optimizer_has_a_name(cls, given: Any) -> Any:
+        return with_a_name(given, _WARMUP_OPTIMIZER)
+
+
+class RLEvalConfig(Section):
+    """Evaluation on held-out prompts, before the first step and after the last one."""
+
+    every: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Also after each so many steps; 0: not."""
+    prompts: PositiveInt = 256
+    """Prompts, always the same ones, each answered once at the temperature of `rl` and once greedily."""
+
+
+class RLConfig(Section):
+    """Reinforcement learning: the model, the task, the algorithm, and the devices of each role."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "tokenizer": "a folder in 'model.path' has its own, and for a 'model.config' write 'characters', a text",
+        "data": "prompts are in 'task', and 'characters' gives a 'model.config' its tokenizer",
+    }
+
+    wording: ClassVar = Wording(
+        stopping="the step under way ends and is saved",
+        safe="committed checkpoints are safe",
+        resume="run the same command again: it continues from the last committed checkpoint",
+        kept="'out' has its metrics and logs",
+    )
+
+    version: Literal[1]
+    """The version of the file's format."""
+    out: PathText
+    """The run's folder for metrics, samples, logs and checkpoints, relative to the working directory."""
+    seed: int = Field(default=0, ge=0, strict=True)
+    """All random numbers are functions of this seed, the prompt, the answer and the token."""
+    model: ModelConfig
+    """The policy: a Transformers folder, or a config with new weights."""
+    characters: str | None = None
+    """For a model of a config: a tokenizer with a token for each of these characters. Default: those of a synthetic
+    task."""
+    task: TaskConfig
+    """Prompts and rewards."""
+    warmup: WarmupConfig | None = None
+    """Supervised training before."""
+    rl: RLTraining = RLTraining()
+    """The algorithm."""
+    eval: RLEvalConfig = RLEvalConfig()
+    """Evaluation."""
+    roles: Roles = Roles()
+    """The devices of the roles. Default: one device for all, which take turns."""
+    launch: LaunchConfig = LaunchConfig()
+    """The workers."""
+    checkpoint: CheckpointConfig = CheckpointConfig(every=0)
+    """When checkpoints are written: all roles, what waits to be trained on, and the place in the data."""
+    trackers: list[Tracker] = Field(default_factory=lambda: list[Tracker](["tensorboard"]))
+    """Trackers besides `metrics.jsonl`, which is always written."""
+
+    @model_validator(mode="after")
+    def _model_has_tokens(self) -> RLConfig:
+        if self.model.path is not None and self.characters is not None:
+            raise ValueError("'characters' is for a model of a config; the folder has its own tokenizer")
+        if self.model.path is None and self.characters is None and self.task.name is None:
+            raise ValueError(
+                "'model.config' makes new weights, and no tokenizer; write one at the top level of the file, beside "
+                "'model', with a token for each character: 'characters: \"0123456789=\"', or name a folder that has a "
+                "tokenizer in 'model.path'"
+            )
+        data, batch = self.roles.actor.strategy.axes.data, self.rl.answers // self.rl.minibatches
+        if batch % data:
+            raise ValueError(
+                f"an update has {batch} answers (rl.prompts · rl.group / rl.minibatches), which replicate · shard "
+                f"({data}) of the actor must divide"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reward_model_is_named(self) -> RLConfig:
+        task, role = self.task, self.roles.reward
+        if task.has_reward_model and role is None:
+            raise ValueError(
+                "'task.reward' is model; name the reward model's folder in 'roles.reward', as {model: FOLDER}"
+            )
+        if role is not None and not task.has_reward_model:
+            given = "environment" if task.environment is not None else "reward"
+            raise ValueError(
+                f"'roles.reward' is a model that scores answers, and 'task.{given}' is {getattr(task, given)!r}; set "
+                "'task.reward' to model, or leave the role out"
+            )
+        if task.has_reward_model and self.warmup is not None and self.warmup.until is not None:
+            raise ValueError(
+                "'warmup.until' is a share of right answers, and a reward model gives scores; set 'warmup.steps' alone"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _some_take_turns(self) -> RLConfig:
+        if self.roles.sleep is not None and not self.takes_turns:
+            raise ValueError(
+                "'roles.sleep' is for roles with the same devices, and no two of these take turns; leave it out, or "
+                "give 'rollout' or 'reference' the actor's devices"
+            )
+        if (
+            self.roles.rollouts.spread.memory.device == "auto"
+            and self.roles.rollouts.placed == self.roles.actors.placed
+        ):
+            raise ValueError(
+                "'roles.rollout.strategy.memory.device: auto' takes what is free, and the actor trains on the same "
+                "devices; give a number of bytes"
+            )
+        return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the actor's devices have another role, beside PPO's critic."""
+        roles, placed = self.roles, self.roles.actors.placed
+        others: list[RoleConfig] = [roles.rollouts]
+        if self.rl.kl:
+            others.append(roles.references)
+        if roles.rewards is not None:
+            others.append(roles.rewards)
+        return any(one.placed == placed for one in others)
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether the rollout generates with the actor's own model: on the same devices, with the same axes."""
+        actor, rollout = self.roles.actors, self.roles.rollouts
+        same = rollout.placed == actor.placed and rollout.spread.axes == actor.strategy.axes
+        return same and rollout.spread.rules == actor.strategy.rules
+
+
+def load_rl(path: str | Path, overrides: Sequence[str] = ()) -> RLConfig:
+    """The run that a file describes, with dotted overrides. Raises ConfigError as `load` does."""
+    return load_file(RLConfig, path, overrides)

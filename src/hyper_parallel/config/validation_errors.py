@@ -1,18 +1,21 @@
-"""Validation errors in terms of the file's keys, one line for each problem."""
+"""Validation errors in terms of the file's keys, one line for each problem; and words of other frameworks for settings,
+with what to write instead.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hyper_parallel.config.foreign_words import foreign_hint, foreign_value
-from hyper_parallel.config.merge import Kinds, present, value_at
-from hyper_parallel.config.schema import field_at, sections_at
+from hyper_parallel.config.launch import DEVICE_WORDS
+from hyper_parallel.config.schema import Kinds, field_at, present, sections_at, value_at
 from hyper_parallel.errors import nearest
+from hyper_parallel.strategy import Strategy
+from hyper_parallel.strategy.section import keys_of
 from hyper_parallel.untrusted import printable
 
 MOST_LINES = 20
@@ -175,3 +178,154 @@ def _show(value: Any) -> str:
         json.dumps(value, ensure_ascii=False, default=str).replace('"', "'") if value is not None else "null"
     )
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Words of other frameworks for settings of a run file, and where a word that stands in the wrong place belongs.
+#
+# The tables serve the messages about unknown keys and values. Where a word has several counterparts, the first one that
+# the file's format has is named, so that a message never advises a key that this release does not read.
+
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "strategy.axes.tensor": ("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree",
+                             "tensor_model_parallel_size", "model_parallel", "mp"),
+    "strategy.axes.replicate": ("dp", "ddp", "dp_size", "data_parallel", "data_parallel_size", "dp_replicate",
+                                "dp_replicate_size", "data_parallel_replicate_degree"),
+    "strategy.axes.shard": ("fsdp", "fsdp2", "fully_shard", "hsdp", "dp_shard", "dp_shard_size",
+                            "data_parallel_shard_degree"),
+    "strategy.axes.pipeline": ("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_degree", "pipeline_stages",
+                               "pipeline_model_parallel_size"),
+    "strategy.axes.context": ("cp", "cp_size", "sp_size", "context_parallel", "context_parallel_size", "ulysses",
+                              "context_parallel_degree", "sequence_parallel_size"),
+    "strategy.axes.expert": ("ep", "ep_size", "expert_parallel", "expert_parallel_degree",
+                             "expert_model_parallel_size"),
+    "strategy.sequence": ("sequence_parallel", "sp"),
+    "strategy.memory.shard": ("zero", "zero_stage", "zero_optimization", "zero_level"),
+    "strategy.memory.device": ("offload", "cpu_offload", "offload_optimizer", "offload_param", "fsdp_offload_params"),
+    "strategy.memory.recompute": ("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint",
+                                  "recompute_granularity", "checkpointing"),
+    "strategy.precision.compute": ("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype", "param_dtype", "amp",
+                                   "pure_bf16", "precision"),
+    "train.optimizer.lr": ("learning_rate", "max_lr", "base_lr"),
+    "train.optimizer.weight_decay": ("wd", "decay_rate"),
+    "train.optimizer.betas": ("adam_beta1", "adam_beta2", "beta1", "beta2"),
+    "train.optimizer.eps": ("adam_epsilon", "adam_eps", "epsilon"),
+    "train.optimizer.name": ("optim", "optimizer_name", "optimizer_type"),
+    "train.schedule.name": ("lr_scheduler_type", "lr_scheduler", "lr_decay_style", "scheduler"),
+    "train.schedule.warmup": ("warmup_steps", "warmup_ratio", "lr_warmup_iters", "num_warmup_steps"),
+    "train.schedule.floor": ("min_lr", "min_lr_ratio", "min_lr_rate"),
+    "train.steps": ("max_steps", "train_iters", "num_train_steps", "total_steps", "num_steps", "iterations",
+                    "max_iters"),
+    "train.epochs": ("num_train_epochs", "num_epochs", "n_epochs", "epochs", "max_epochs"),
+    "train.batch": ("train_batch_size", "global_batch_size", "batch_size", "per_device_batch_size"),
+    "train.micro_batch": ("gradient_accumulation_steps", "gradient_accumulation", "per_device_train_batch_size",
+                          "grad_accum", "accumulate_grad_batches", "micro_batch_size", "local_batch_size",
+                          "train_micro_batch_size_per_gpu"),
+    "train.clip": ("max_grad_norm", "gradient_clipping", "clip_grad", "grad_clip", "max_norm"),
+    "model.adapter": ("lora", "lora_r", "lora_rank", "lora_alpha", "lora_target", "use_peft", "peft", "finetuning_type",
+                   "qlora"),
+    "train.log_every": ("logging_steps", "log_interval", "log_freq"),
+    "train.eval.every": ("eval_steps", "eval_interval", "evaluation_strategy", "eval_strategy"),
+    "train.compile": ("torch_compile", "dynamo_config"),
+    "data.sequence": ("max_seq_length", "max_seq_len", "max_length", "seq_length", "seq_len", "sequence_length",
+                      "cutoff_len", "block_size", "context_length", "model_max_length"),
+    "data.train": ("dataset", "dataset_name", "dataset_path", "train_file", "data_path", "train_data", "datasets",
+                   "dataset_dir"),
+    "data.eval": ("eval_dataset", "validation_file", "valid_data", "eval_data", "validation"),
+    "data.pack": ("packing", "pack_sequences"),
+    "data.tokenizer.path": ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
+    "data.tokenizer.chat_template": ("template", "chat_template"),
+    "model.path": ("model_name_or_path", "name_or_path", "pretrained", "model_name", "model_path", "base_model",
+                   "pretrained_model_name_or_path", "model_id"),
+    "model.attention": ("attn_implementation", "flash_attn", "use_flash_attention_2", "flash_attention"),
+    "out": ("output_dir", "save_dir", "project_dir", "output", "out_dir", "logging_dir"),
+    "trackers": ("report_to", "log_with", "wandb", "loggers"),
+    "checkpoint.every": ("save_steps", "save_interval", "save_strategy", "checkpoint_interval"),
+    "checkpoint.keep": ("save_total_limit",),
+    "checkpoint.resume": ("resume_from_checkpoint", "load"),
+    "launch.workers": ("nproc_per_node", "num_processes", "gpus", "num_gpus", "n_gpus", "world_size"),
+    "launch.nodes": ("nnodes", "num_nodes", "num_machines"),
+    "launch.device": ("accelerator", "use_cpu"),
+    "seed": ("random_seed", "data_seed"),
+    "inference.max_tokens": ("max_new_tokens", "max_length", "num_tokens"),
+    "inference.temperature": ("temp",),
+}  # fmt: skip
+"""Keys of a run file, and what other frameworks call them."""
+
+_INSTEAD: Mapping[str, str] = {"train.epochs": "train.steps"}
+"""The key to name in formats that do not have the first one."""
+
+_REMARKS: Mapping[str, str] = {
+    "train.steps": "updates of the optimizer",
+    "strategy.axes.replicate": "with replicate, every rank holds all parameters; with shard, they are split (FSDP)",
+    "strategy.memory.shard": "its values are optimizer (ZeRO-1), gradients (ZeRO-2) and parameters (ZeRO-3)",
+    "strategy.memory.device": "the bytes that a step may hold on a device",
+    "strategy.memory.recompute": "layer recomputes every layer",
+    "strategy.precision.compute": "float32 or bfloat16",
+    "train.schedule.warmup": "a number of steps, or below 1 a share of them",
+    "train.batch": "the sequences of a step on all ranks together",
+    "train.micro_batch": "the sequences that a rank computes at once; train.batch is the batch of all ranks, and the "
+    "accumulation follows",
+    "model.adapter": "LoRA: {rank: 8}, for example",
+}  # fmt: skip
+
+_VALUES: Mapping[str, str] = {
+    **DEVICE_WORDS,
+    "bf16": "bfloat16",
+    "fp16": "bfloat16",
+    "half": "bfloat16",
+    "fp32": "float32",
+    "adamw_torch": "adamw",
+    "adam": "adamw",
+}
+"""Values of other frameworks with the one to write here."""
+
+
+def foreign_hint(model: type[BaseModel], where: tuple[str | int, ...]) -> str:
+    """What to write instead of an unknown key: ``; write strategy.axes.tensor``. Empty where nothing is known.
+
+    `model`: the file's format. The word is known as another framework's, or it is a key of another section.
+    """
+    word = str(where[-1]) if where else ""
+    spelled = word.lower().replace("-", "_")
+    if spelled == "data" and where[-2:-1] == ("axes",):
+        spelled = "dp"
+    found = next((key for key, words in _WORDS.items() if spelled in words and _known(model, key)), None)
+    if found is None:
+        found = next(
+            (_INSTEAD[key] for key, words in _WORDS.items() if key in _INSTEAD and spelled in words), None
+        )
+    if found is not None and (key := _known(model, found)):
+        remark = _REMARKS.get(found)
+        return f"; write {key}{f' ({remark})' if remark else ''}"
+    places = sorted({*_places(model, word)}, key=lambda place: (place.count("."), place)) if word else []
+    return f"; write {' or '.join(places[:2])}" if places and len(places) <= 3 else ""
+
+
+def foreign_value(value: Any, choices: list[str]) -> str | None:
+    """The choice that another framework's word for a value means, or None."""
+    meant = _VALUES.get(str(value).lower())
+    return meant if meant in choices else None
+
+
+def key_for(model: type[BaseModel], word: str) -> str | None:
+    """The key that a word stands for: another framework's, or the last part of a key. None where it is not one."""
+    hint = foreign_hint(model, (word,))
+    return hint.removeprefix("; write ").split(" ")[0] or None
+
+
+def _known(model: type[BaseModel], key: str) -> str | None:
+    """The key as this format has it; None where it has not."""
+    if issubclass(model, Strategy):
+        key = key.removeprefix("strategy.")
+    return key if field_at(model, tuple(key.split("."))) is not None else None
+
+
+def _places(model: type[BaseModel], word: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """The dotted keys whose last part is `word`, in sections that are not nested deeper than a person would look."""
+    for name, field in model.model_fields.items():
+        if field.exclude:
+            continue
+        if word in keys_of(name, field):
+            yield ".".join((*above, word))
+        for section in sections_at(field) if len(above) < 2 else ():
+            yield from _places(section, word, (*above, name))

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hyper_parallel.data.load import TrainingData, load_data
+    from hyper_parallel.data.load import TextData, TrainingData, load_data
     from hyper_parallel.data.multimodal import MultimodalData
     from hyper_parallel.data.order import Order
-    from hyper_parallel.data.packing import PackedText
-    from hyper_parallel.data.rows import Rows
-    from hyper_parallel.data.text import TextData
+    from hyper_parallel.data.packing import PackedText, Rows
     from hyper_parallel.data.tokenizer import Tokenizer
 
 __all__ = [
@@ -33,8 +31,8 @@ _HOME = {
     "MultimodalData": "multimodal",
     "Order": "order",
     "PackedText": "packing",
-    "Rows": "rows",
-    "TextData": "text",
+    "Rows": "packing",
+    "TextData": "load",
     "Tokenizer": "tokenizer",
     "TrainingData": "load",
     "load_data": "load",

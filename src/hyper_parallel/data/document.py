@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.data.media import NAMES, Media
-from hyper_parallel.data.media_parts import MediaReader
+from hyper_parallel.data.media import NAMES, Media, MediaReader
 from hyper_parallel.errors import DataError, nearest
 
 KEYS = ("text", "prompt", "response", "messages")

@@ -15,7 +15,7 @@ from typing import Any
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, Tokenizer, TrainingData
 from hyper_parallel.data.generation_settings import GENERATION, generation_settings, ids_of
-from hyper_parallel.hub.model_files import PROCESSOR_FILES, TOKENIZER_FILES
+from hyper_parallel.hub.download import PROCESSOR_FILES, TOKENIZER_FILES
 
 
 def assets_of(config: RunConfig, text: TrainingData, generation: dict[str, Any] | None) -> dict[str, bytes]:

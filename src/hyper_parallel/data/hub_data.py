@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.config.data import DataConfig
-from hyper_parallel.config.hub_data import HubData, as_hub
+from hyper_parallel.config.data import DataConfig, HubData, as_hub
 from hyper_parallel.errors import DataError
-from hyper_parallel.hub import failures
+from hyper_parallel.hub import download
 from hyper_parallel.hub.download import TIMEOUT_S, one_at_a_time
 from hyper_parallel.hub.hub_id import DEFAULT, HubId
 from hyper_parallel.untrusted import read_json
@@ -84,7 +83,7 @@ def _pinned(entry: str | HubData, key: str, say: Callable[[str], object]) -> str
             last = _last(ref)
             found = None if last is None else _noted(_note(_at(data, last, data.split), key))
             if last is None or found is None:
-                raise DataError(failures.explain(error, asked, f"data.{key}", data=True)) from error
+                raise DataError(download.explain(error, asked, f"data.{key}", data=True)) from error
             say(f"data.{key}: {asked.shown} as the cache has it ({last[:7]}): the Hub was not reached")
             return _at(data, last, found.split)
         data = _at(data, commit, data.split)
@@ -146,7 +145,7 @@ def _refusal(error: Exception, data: HubData, asked: HubId, key: str) -> str:
         )
     if type(error).__name__ in ("DataFilesNotFoundError", "EmptyDatasetError"):
         return f"data.{key}: {asked.shown} has no files that datasets reads: {text[:200]}"
-    return failures.explain(error, asked, f"data.{key}", data=True)
+    return download.explain(error, asked, f"data.{key}", data=True)
 
 
 def _chosen(splits: list[str], data: HubData, key: str) -> str:

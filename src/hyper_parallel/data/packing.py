@@ -19,14 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hyper_parallel.data.corpus import Corpus
-from hyper_parallel.data.dealing import RowWork
+from hyper_parallel.data.order import RowWork
 
 IGNORED = -100
 """The label of tokens that do not contribute to the loss, PyTorch's `ignore_index`."""
@@ -166,3 +167,28 @@ def _best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
             by_room.setdefault(left, []).append(chosen)
             rooms |= 1 << left
     return bins
+
+
+class Rows(Protocol):
+    """Rows to train or to evaluate on, the same in every process."""
+
+    sequence: int
+    """The most positions of a row."""
+    documents: int
+
+    def __len__(self) -> int: ...
+
+    @property
+    def several(self) -> bool:
+        """Whether any row holds several documents."""
+
+    def positions(self, rows: Sequence[int], multiple: int = 1) -> int:
+        """Positions of each of these rows where they are computed at the same time, a multiple of `multiple`."""
+
+    def work(self, row: int, encoder: float) -> RowWork:
+        """The work of a row. `encoder`: what encoders do for a position that stands for media, in positions of the
+        language model. Rows that are always computed in the same shape have the same."""
+
+    def batch(self, rows: Sequence[int], length: int | None = None) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels`` (shifted; the loss ignores -100), int64 [len(rows), length], and what else the
+        model takes. `length`: as of `positions`, of these rows or more; left out, of these."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyper_parallel.data import chat, processor_folder
-from hyper_parallel.data.aligned_text import AlignedText
+from hyper_parallel.data import chat
 from hyper_parallel.data.chat import Rendered
 from hyper_parallel.data.document import Answer, Chat, Document, Text
 from hyper_parallel.data.media import MARKS, Kind, Media, load_audio, load_image
 from hyper_parallel.data.packing import IGNORED
 from hyper_parallel.data.tokenizer import Tokenizer
 from hyper_parallel.errors import DataError
+from hyper_parallel.untrusted import refuse_irregular_entries
 
 _BEFORE, _AFTER = "\x02before\x03", "\x02after\x03"
 """Texts around a probe for what a template writes in place of media; unlikely in a user's text."""
@@ -54,7 +56,7 @@ class Processor:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, template: str | None) -> None:
         """`template`: the chat template to use in place of the processor's own. Raises DataError."""
-        self._processor = processor_folder.load(folder)
+        self._processor = load_processor(folder)
         self.folder = folder
         own = self._processor.tokenizer
         # The processor's has the names of its placeholders; another one stands in where the run file asks for it.
@@ -280,3 +282,134 @@ class _Seen:
 
 def _line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+"""Files that name a processor's class, in the order in which Transformers looks into them."""
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+def has_processor(folder: Path) -> bool:
+    """Whether the folder has the settings of a processor of images or sound."""
+    return any((folder / name).is_file() for name in FILES[:2])
+
+
+def load_processor(folder: Path) -> Any:
+    """The processor in a folder, as Transformers' ``save_pretrained`` writes it. Raises DataError.
+
+    Where torchvision is missing, images are processed by Pillow, and a processor of videos is left out.
+    """
+    try:
+        refuse_irregular_entries(folder)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+    try:
+        found = _load_processor(folder)
+    except Exception as error:  # the library's errors are of many kinds
+        raise DataError(f"the processor of {folder} cannot be loaded: {_reason(error)}") from error
+    if not hasattr(found, "tokenizer"):
+        raise DataError(
+            f"{folder} has no whole processor, only a {type(found).__name__}; put the files of the model's processor "
+            "there (AutoProcessor's save_pretrained writes them)"
+        )
+    return found
+
+
+def _load_processor(folder: Path) -> Any:
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    kind = getattr(transformers, _class_name(folder) or "", None)
+    if is_torchvision_available() or kind is None or "video_processor" not in kind.get_attributes():
+        return transformers.AutoProcessor.from_pretrained(str(folder), **_LOCAL)
+    loaders: dict[str, Any] = {
+        "tokenizer": transformers.AutoTokenizer,
+        "image_processor": transformers.AutoImageProcessor,
+        "feature_extractor": transformers.AutoFeatureExtractor,
+    }
+    parts = [
+        _NoVideos() if name == "video_processor" else loaders[name].from_pretrained(str(folder), **_LOCAL)
+        for name in kind.get_attributes()
+    ]
+    settings, _ = kind.get_processor_dict(str(folder), **_LOCAL)
+    return _unchecked(kind).from_args_and_dict(parts, settings)
+
+
+def _unchecked(kind: Any) -> Any:
+    """The class without the check that each part is what its name says, and without showing all of its settings."""
+    own = {
+        "check_argument_for_proper_class": lambda self, name, given: type(given),
+        "__repr__": lambda self: kind.__name__,
+    }
+    return type(kind.__name__, (kind,), own)
+
+
+class _NoVideos:
+    """In place of a processor of videos: there are none."""
+
+    model_input_names: tuple[str, ...] = ()
+
+
+def _class_name(folder: Path) -> str | None:
+    for name in FILES:
+        file = folder / name
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8")).get("processor_class")
+            if isinstance(found, str):
+                return found
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+# Positions of a text after a processor has written out its placeholders of media.
+#
+# A processor replaces each placeholder by as many tokens as the media have features, and leaves the text between as it
+# is. So the texts between are found one after the other, the last at the end.
+
+
+class AlignedText:
+    """The parts of a text that a processor has left as they are."""
+
+    def __init__(self, starts: list[int], shifts: list[int], ends: list[int]) -> None:
+        self._starts, self._shifts, self._ends = starts, shifts, ends
+
+    @classmethod
+    def of(cls, text: str, written: str, placeholders: Sequence[str]) -> AlignedText | None:
+        """`written`: what the processor made of `text`. None where that is more than its placeholders written out."""
+        pattern = "|".join(re.escape(one) for one in sorted(placeholders, key=len, reverse=True) if one)
+        gaps = [found.span() for found in re.finditer(pattern, text)] if pattern else []
+        starts, shifts, ends, at = [], [], [], 0
+        for number, (gap, stop) in enumerate(
+            zip([(0, 0), *gaps], [*(first for first, _ in gaps), len(text)], strict=True)
+        ):
+            between, first = text[gap[1] : stop], gap[1]
+            whole = text[gap[0] : stop]
+            # Placeholders side by side are told apart by their number alone.
+            if written.startswith(whole, at) and (between or not number or written[at:] == whole):
+                between, first, found = whole, gap[0], at  # it was not written out
+            elif number == 0:
+                return None
+            else:
+                found = written.find(between, at)
+            if number == len(gaps):
+                found = len(written) - len(between)
+            if found < at or not written.startswith(between, found):
+                return None
+            starts.append(found)
+            shifts.append(found - first)
+            at = found + len(between)
+            ends.append(at)
+        return cls(starts, shifts, ends)
+
+    def in_text(self, first: int, last: int) -> tuple[int, int] | None:
+        """Where the written characters [first, last) are in the text; None where media stand."""
+        part = bisect_right(self._starts, first) - 1
+        while part > 0 and self._ends[part] <= first:  # parts may be empty
+            part -= 1
+        if part < 0 or first >= self._ends[part]:
+            return None
+        shift = self._shifts[part]
+        return first - shift, min(last, self._ends[part]) - shift

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hyper_parallel.config.hub_data import HubData, as_hub
+from hyper_parallel.config.data import HubData, as_hub
 from hyper_parallel.errors import DataError, nearest
 from hyper_parallel.hub.hub_id import reading
 

@@ -11,17 +11,21 @@ import torch
 from torch import nn
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.config.generation_run import GenerationRun
+from hyper_parallel.config.generate import GenerationRun
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.generate_capture import captured_pass, refuse_axes
 from hyper_parallel.estimate.generate_report import GenerationPrediction
 from hyper_parallel.estimate.generate_trace import simulate_run
-from hyper_parallel.graph.no_gc import uncollected
-from hyper_parallel.simulator.generation.choose_split import SplitChoice, SplitQuestion, choose_split
+from hyper_parallel.graph.capture_overrides import uncollected
+from hyper_parallel.simulator.generation.choose_split import (
+    SplitChoice,
+    SplitQuestion,
+    choose_split,
+    whole_run,
+)
 from hyper_parallel.simulator.generation.pass_model import PassModel
 from hyper_parallel.simulator.generation.pass_trace import simulated
 from hyper_parallel.simulator.generation.tier_split import TierSplit
-from hyper_parallel.simulator.generation.whole_run import whole_run
 from hyper_parallel.step.build import transformers_config
 from hyper_parallel.strategy import Memory, Precision, Strategy
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.config.generation_run import GenerationRun
+from hyper_parallel.config.generate import GenerationRun
 from hyper_parallel.estimate.generate_trace import SimulatedRun
 from hyper_parallel.report.sheets import Fact, Sheet
 from hyper_parallel.report.table import render, wrapped

@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference, Sampling
+from hyper_parallel.config.inference import GenerationWorkload, Inference, Sampling
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference.kv_cache.page_pool import PagePool, keys_of
-from hyper_parallel.inference.request import Request
-from hyper_parallel.inference.running import Running
+from hyper_parallel.inference.request import Request, Running
 from hyper_parallel.inference.scheduler import Scheduler
 from hyper_parallel.simulator.generation.pass_cost import PassCost, PassPricer
-from hyper_parallel.simulator.generation.pass_load import PassLoad, Piece
+from hyper_parallel.simulator.generation.pass_model import PassLoad, Piece
 from hyper_parallel.units import format_count
 
 MOST_TOKENS = 200_000_000

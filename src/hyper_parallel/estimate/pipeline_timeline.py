@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hyper_parallel.estimate.stage_price import StagePrice
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program import TaskKind
-from hyper_parallel.report.gantt import PAIRED
+from hyper_parallel.report.html import PAIRED
 from hyper_parallel.schedule import Action, Costs, Schedule, Timing, time_schedule
 from hyper_parallel.trace import Bytes, Collective, Kind, Op, Span, Trace
 

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.cluster.token_dispatch import TokenDispatch
+from hyper_parallel.cluster.collective_cost import TokenDispatch
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.estimate.build_trace import load_of, trace_of
-from hyper_parallel.estimate.memory_limit import WithinMemory
+from hyper_parallel.estimate.build_trace import StoredTrace, TraceStore, load_of, trace_of
 from hyper_parallel.estimate.predict_pipeline import predict_pipeline
-from hyper_parallel.estimate.prediction import Prediction
-from hyper_parallel.estimate.run_inputs import micro_batch, model_of
-from hyper_parallel.estimate.trace_store import StoredTrace, TraceStore
-from hyper_parallel.graph import Pass
-from hyper_parallel.graph.no_gc import uncollected
+from hyper_parallel.estimate.prediction import Prediction, micro_batch, model_of
+from hyper_parallel.graph import Pass, StepGraph
+from hyper_parallel.graph.capture_overrides import uncollected
+from hyper_parallel.graph.dynamic_sizes import balanced_sizes
+from hyper_parallel.graph.liveness import peak
 from hyper_parallel.graph.pass_manager import SCHEDULE
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.offloading.pass_pipeline import described_offload, passes
-from hyper_parallel.offloading.schedule.explain import explained
+from hyper_parallel.offloading.schedule.offload_pass import explained
 from hyper_parallel.simulator import simulate
 from hyper_parallel.step.out_of_memory import head_of
 from hyper_parallel.strategy import Strategy
@@ -58,7 +57,7 @@ def predict_run(
     moves, and how far from the best that is. `fused`: memory-bound operators are priced as fused kernels; left out,
     where the file has them compiled (`train.compile: true`). `dispatch`: the library that sends tokens to experts; left
     out, a row for each expert, as `train` sends them. `cache`: a folder of Traces of earlier predictions, in which a
-    step that was captured before is found (`estimate.trace_store`); left out, it is captured. `limit`: bytes; a step
+    step that was captured before is found (`estimate.build_trace`); left out, it is captured. `limit`: bytes; a step
     without a budget that holds more in the order of the model's code is neither ordered nor simulated. `progress` is
     told what is being done.
 
@@ -267,3 +266,47 @@ def _loads(load: float) -> str:
 
 def _has_experts(name: str) -> bool:
     return name.rpartition(".")[2] == "experts"
+
+
+class AboveLimit(Exception):
+    """A step that holds more than it may."""
+
+    def __init__(self, peak: int, limit: float) -> None:
+        super().__init__(f"the step holds {peak} bytes at once, and may hold {limit:.0f}")
+        self.peak = peak
+        """Bytes."""
+
+
+@dataclass(frozen=True)
+class WithinMemory:
+    """A pass that orders collectives, for steps whose peak before it is at most `bytes`."""
+
+    orders: Pass
+    bytes: float
+
+    @property
+    def name(self) -> str:
+        """Of the pass."""
+        return self.orders.name
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """Of the pass."""
+        return self.orders.requires
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """Of the pass."""
+        return self.orders.provides
+
+    @property
+    def conflicts(self) -> frozenset[str]:
+        """Of the pass."""
+        return self.orders.conflicts
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """The ordered step. Raises AboveLimit."""
+        found = peak(step, balanced_sizes(step)).bytes
+        if found > self.bytes:
+            raise AboveLimit(found, self.bytes)
+        return self.orders(step)

@@ -11,18 +11,16 @@ from torch import nn
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.pair_price import hidden_seconds
 from hyper_parallel.estimate.pipeline_timeline import Ends, PipelineStep, pipeline_step
-from hyper_parallel.estimate.prediction import Prediction
-from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch
+from hyper_parallel.estimate.prediction import Prediction, count_micro_batches, micro_batch
 from hyper_parallel.estimate.stage_capture import CapturedStages, capture_stages, refuse_unsupported
-from hyper_parallel.estimate.stage_price import StagePrice, price_stage
+from hyper_parallel.estimate.stage_price import StagePrice, hidden_seconds, price_stage
 from hyper_parallel.graph.stage_cut import flops_cost
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program import TaskKind
 from hyper_parallel.report.pipeline import GroupFigures, PipelineFigures, StageFigures
 from hyper_parallel.report.sheets import describe_ranks
-from hyper_parallel.runtime.choose_schedule import choose_schedule
+from hyper_parallel.runtime.build_program import choose_schedule
 from hyper_parallel.runtime.stage_costs import border_bytes, sum_bytes
 from hyper_parallel.schedule import Costs, Schedule, stages_of
 from hyper_parallel.simulator.simulate import source_of

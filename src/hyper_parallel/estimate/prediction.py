@@ -7,17 +7,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
+from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import ConfigError
 from hyper_parallel.graph import Kind, Lifetime
 from hyper_parallel.report import table
 from hyper_parallel.report.pipeline import PipelineFigures
-from hyper_parallel.report.sheets import heading, task_facts, task_sheets
+from hyper_parallel.report.sheets import heading, task_facts, task_sheets, verdict
 from hyper_parallel.report.table import render, wrapped
-from hyper_parallel.report.verdict import verdict
+from hyper_parallel.step.build import on_meta, transformers_config
+from hyper_parallel.step.multimodal import refuse_media_model
 from hyper_parallel.step.out_of_memory import remedies
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Peak, Timeline
-from hyper_parallel.trace.step_parts import step_parts
+from hyper_parallel.trace.timeline import step_parts
 from hyper_parallel.units import format_bytes, format_count, format_duration
+
+
+def micro_batch(config: RunConfig) -> int:
+    """Sequences that a rank computes at once."""
+    return config.micro_batch
+
+
+def count_micro_batches(config: RunConfig) -> int:
+    """Micro-batches of a step on each rank."""
+    share = config.train.batch // config.effective_strategy.axes.data
+    return share // config.micro_batch
+
+
+def model_of(config: RunConfig, notes: list[str]) -> nn.Module:
+    """The run's model on the meta device. Needs no data: the vocabulary is the config's, or what `data.tokenizer` asks
+    for, which `notes` then tells."""
+    hf: Any = transformers_config(config.model)
+    refuse_media_model(hf, "the simulator")
+    given = config.model.config
+    if given is not None and "vocab_size" not in given:
+        if config.data.tokenizer.path is not None:
+            raise ConfigError(
+                "model.config.vocab_size: is left out, and inspect reads no tokenizer; write the vocabulary's size"
+            )
+        hf.vocab_size = config.data.tokenizer.trained_size
+        notes.append(f"the vocabulary is taken to have data.tokenizer.vocab_size = {hf.vocab_size} tokens")
+    if given is not None and "pad_token_id" not in given:
+        hf.pad_token_id = None
+    return on_meta(hf, config)
 
 
 @dataclass(frozen=True)
@@ -44,7 +78,7 @@ class Prediction:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of the step by class of operators, exposed collective and cause of waiting (`trace.step_parts`)."""
+        """Seconds of the step by class of operators, exposed collective and cause of waiting (`trace.timeline`)."""
         return step_parts(self.timeline, self.tasks)
 
     @property

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError, StrategyError
-from hyper_parallel.estimate.run_inputs import count_micro_batches, micro_batch
+from hyper_parallel.estimate.prediction import count_micro_batches, micro_batch
 from hyper_parallel.estimate.step_figures import Resident, resident_of
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.pass_manager import rewritten

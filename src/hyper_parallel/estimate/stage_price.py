@@ -11,8 +11,9 @@ update    = Σ seconds of clipping and of the optimizer, for the stage's paramet
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -21,24 +22,25 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.estimate.stage_capture import CapturedStages
 from hyper_parallel.estimate.step_figures import Resident
-from hyper_parallel.estimate.whole_recompute import left_out_seconds
 from hyper_parallel.graph import StepGraph, balanced_sizes
 from hyper_parallel.graph.costs import Pricer
 from hyper_parallel.graph.dynamic_sizes import known
-from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.gradients import GRADIENT
+from hyper_parallel.graph.host_nodes import HostPoint
 from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.lower import lowered
-from hyper_parallel.graph.regions import region_of
 from hyper_parallel.graph.stage_cut import NodeCost
 from hyper_parallel.graph.stage_graph import Stage
-from hyper_parallel.graph.step_context import current_step
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.step_context import current_step, region_of
+from hyper_parallel.layout import DeviceGroup
+from hyper_parallel.overlap.merge_tasks import MergedTasks
 from hyper_parallel.runtime.stage_costs import StageMemory, stage_memory
 from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.step.micro_batch import WEIGHT
+from hyper_parallel.step.pipeline_plan import StagePair, hidden_matrix, merged_pairs, pairs_on_one_rank
 from hyper_parallel.trace import Collective, Op, Timeline, Trace
-from hyper_parallel.trace.step_parts import step_parts
+from hyper_parallel.trace.timeline import step_parts
 from hyper_parallel.workload.work import Work
 
 
@@ -53,7 +55,7 @@ class StagePrice:
     exposed: float
     """Of them, those in which only a collective of the stage's own mesh runs."""
     parts: Mapping[str, float]
-    """Of them, by class of operators and collective (`trace.step_parts`)."""
+    """Of them, by class of operators and collective (`trace.timeline`)."""
     gather: float
     reduce: float
     update: float
@@ -241,3 +243,72 @@ def _parameter(name: str) -> str:
     """``optimizer.exp_avg.<name>`` and ``parameter.<name>`` to the name."""
     kind, _, rest = name.partition(".")
     return rest.partition(".")[2] if kind == "optimizer" else rest
+
+
+# Prices of pairs of a pipeline's tasks on a cluster: the seconds that merging them hides.
+#
+# hidden[f][b] = seconds of the forward pass of stage f + gradients of inputs of stage b (whole backward pass, if first)
+#              − seconds of both, merged                                          (`overlap.merge_tasks`)
+#
+# with every collective alone on its link, and the least of all places of device groups.
+
+
+def hidden_seconds(
+    found: CapturedStages,
+    cluster: Cluster,
+    places: Sequence[DeviceGroup],
+    ranks: int,
+    algorithm: Algorithm = None,
+) -> tuple[tuple[float, ...], ...]:
+    """[forward stage][backward stage] of all stages, as `schedule.Costs` takes it. `places`: the device groups that lie
+    differently on the links; `ranks`: of the schedule."""
+    assert cluster.device is not None, "a cluster that prices has a device"
+    slowdown = cluster.device.comm_slowdown
+    wanted = pairs_on_one_rank(found.stages, ranks)
+    different = sorted({(found.captured[one], found.captured[other]) for one, other in wanted})
+    stages = found.partition.stages
+    by_place = [
+        merged_pairs(
+            stages,
+            [node_seconds(stage.step, cluster, group.ranks, algorithm) for stage in stages],
+            different,
+            slowdown,
+        )
+        for group in places
+    ]
+    least: dict[StagePair, MergedTasks] = {
+        pair: min((one[pair] for one in by_place), key=lambda merged: merged.hidden) for pair in different
+    }
+    return hidden_matrix(
+        found.stages, {(f, b): least[found.captured[f], found.captured[b]] for f, b in wanted}
+    )
+
+
+# Recomputation of whole layers: seconds of what this project's graphs leave out when they compute a layer again.
+#
+# A graph computes again only what the backward pass needs (`graph.recompute`): not a layer's last product, and not the
+# collective behind it. A checkpoint that calls the layer's function again runs all of it, as Megatron's
+# `CheckpointFunction` and PyTorch's checkpoint with reentry do. The difference, for each layer that is computed again:
+#
+#     Σ seconds of its products, attention and collectives in the forward pass − Σ of those that are computed again
+#
+# Operators bound by memory are left out: few are not computed again.
+
+_LAYER = re.compile(r"^(.*?\.\d+)(?=\.|$)")
+_KINDS = ("matmul", "attention")
+
+
+def left_out_seconds(ops: Iterable[Op], costs: Costs) -> float:
+    """Seconds of a class's ops, of which some may be computed again."""
+    once: dict[str, float] = {}
+    again: dict[str, float] = {}
+    for op in ops:
+        layer = _LAYER.match(op.module)
+        if layer is None or not (op.recomputed or op.phase == "forward"):
+            continue
+        if op.collective is None and (op.work is None or op.work.kind not in _KINDS):
+            continue
+        seconds = costs.collective_seconds(op.collective) if op.collective else costs.seconds(op)
+        into = again if op.recomputed else once
+        into[layer[1]] = into.get(layer[1], 0.0) + seconds
+    return sum(max(0.0, once.get(layer, 0.0) - seconds) for layer, seconds in again.items())

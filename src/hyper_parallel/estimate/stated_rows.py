@@ -17,7 +17,7 @@ from typing import Any
 from hyper_parallel.config import RunConfig, from_dict
 from hyper_parallel.data import MultimodalData, load_data
 from hyper_parallel.data.media import MARKS
-from hyper_parallel.data.processor_folder import has_processor
+from hyper_parallel.data.processor import has_processor
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.submodel_costs import STEPS
 from hyper_parallel.step.build import transformers_config

@@ -30,7 +30,7 @@ from hyper_parallel.cluster.collective_cost import bytes_received
 from hyper_parallel.graph import Lifetime, StepGraph, lifetimes
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.liveness import peak_of
-from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Collective
 

@@ -13,27 +13,27 @@ from typing import Any
 from torch import fx, nn
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat.fake_process_group import fake_ranks
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.errors import CaptureError, ConfigError
 from hyper_parallel.estimate.stage_price import node_seconds
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.data_flow import data_sources
+from hyper_parallel.graph.dependencies import data_sources
 from hyper_parallel.graph.memory_effects import touched
-from hyper_parallel.graph.part_order import part_order
-from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.partition import part_order
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.runtime.stage_costs import StageMemory, stage_costs, stage_memory, sum_bytes
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
+from hyper_parallel.shard.model_structure import assigned_modules, submodel_of
 from hyper_parallel.shard.plan import make_plan
-from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch_like, fields_of
 from hyper_parallel.step.pipeline_stages import PipelineStages
 from hyper_parallel.step.recipe import GradientRecipe
-from hyper_parallel.step.submodel_cut import Cut, Parts
+from hyper_parallel.step.submodel_plan import Cut, Parts
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.strategy.submodels import read_submodels
-from hyper_parallel.workload.part_costs import Times
+from hyper_parallel.strategy.axes import read_submodels
+from hyper_parallel.workload.submodels import Times
 
 LANGUAGE = "language"
 """The submodel that has all that no encoder has."""

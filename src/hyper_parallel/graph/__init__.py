@@ -4,24 +4,32 @@
 """
 
 from hyper_parallel.graph.capture import capture
-from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.dependencies import check_order, dependencies, legal, reorder
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
-from hyper_parallel.graph.early_free import early_free
 from hyper_parallel.graph.execute import Executable, executable
-from hyper_parallel.graph.greedy_recompute import fit
-from hyper_parallel.graph.ir import CollectiveGroup, Input, Kind, StepGraph, Storage, Value, values_of
-from hyper_parallel.graph.liveness import Lifetime, Peak, lifetimes, peak
+from hyper_parallel.graph.host_nodes import HostPoint, host
+from hyper_parallel.graph.ir import (
+    CollectiveGroup,
+    Input,
+    Kind,
+    Slot,
+    StepGraph,
+    Storage,
+    Value,
+    group_of,
+    is_cache,
+    is_collective,
+    is_wait,
+    values_of,
+)
+from hyper_parallel.graph.liveness import Lifetime, Peak, changes, lifetimes, peak, text, workspaces
 from hyper_parallel.graph.lower import lower
 from hyper_parallel.graph.pass_manager import Pass, Ran, Rewrite, rewritten, run_passes, validate
-from hyper_parallel.graph.phase import PHASES, Phase, phase
-from hyper_parallel.graph.printer import changes, text
 from hyper_parallel.graph.recompute import inside, layers, recompute, regather, repeatable
-from hyper_parallel.graph.selective_recompute import selective
-from hyper_parallel.graph.suspension import HostPoint, host
-from hyper_parallel.graph.tier_ops import Slot, is_cache
-from hyper_parallel.graph.workspaces import workspaces
+from hyper_parallel.graph.recompute_policies import fit, selective
+from hyper_parallel.graph.reorder_for_memory import early_free
+from hyper_parallel.graph.step_context import PHASES, Phase, phase
 
 __all__ = [
     "PHASES",

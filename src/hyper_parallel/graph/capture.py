@@ -22,21 +22,23 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from hyper_parallel.compat.dispatch import TorchDispatchMode, next_sequence, outside_modes, running_backward
-from hyper_parallel.compat.fake_kernels import fake_kernel
-from hyper_parallel.compat.fake_process_group import is_fake
-from hyper_parallel.compat.pytree import mapped
-from hyper_parallel.compat.symbolic_sizes import expression, is_symbolic
+from hyper_parallel.compat.dispatch import (
+    TorchDispatchMode,
+    mapped,
+    next_sequence,
+    outside_modes,
+    running_backward,
+)
+from hyper_parallel.compat.fake_tensors import fake_kernel, is_fake
+from hyper_parallel.compat.fx_graph import expression, is_symbolic
 from hyper_parallel.errors import CaptureError, HyperParallelError
 from hyper_parallel.graph.capture_errors import explained
-from hyper_parallel.graph.dead_code import trim
+from hyper_parallel.graph.capture_overrides import followed, padded_values
 from hyper_parallel.graph.dynamic_sizes import Sizes
-from hyper_parallel.graph.fused_attention import padded_values
 from hyper_parallel.graph.guards import Questions
 from hyper_parallel.graph.ir import CollectiveGroup, GivenTensor, Input, Kind, StepGraph, Storage, Value
-from hyper_parallel.graph.random_state import followed
-from hyper_parallel.graph.regions import Region, layer_finder, layer_of, locate
-from hyper_parallel.graph.step_context import current_step
+from hyper_parallel.graph.memory_effects import trim
+from hyper_parallel.graph.step_context import Region, current_step, layer_finder, layer_of, locate
 
 _ATTRIBUTE = "_hyper_parallel_node"
 _QUESTIONS = frozenset(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.compat.fake_process_group import asks_for_values, has_no_fake_kernel, has_unknown_shape
+from hyper_parallel.compat.fake_tensors import asks_for_values, has_no_fake_kernel, has_unknown_shape
 from hyper_parallel.errors import CaptureError
 
 _NOT_THEIRS = ("hyper_parallel", "torch", "transformers")

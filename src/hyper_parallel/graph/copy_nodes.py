@@ -16,12 +16,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from hyper_parallel.compat.graph_nodes import append_call, set_meta
-from hyper_parallel.compat.symbolic_sizes import Substitution, another_symbol
+from hyper_parallel.compat.fx_graph import Substitution, another_symbol, append_call, set_meta
 from hyper_parallel.graph.graph_writer import span
+from hyper_parallel.graph.host_nodes import HOST, HostPoint
 from hyper_parallel.graph.ir import CollectiveGroup, Even, Input, Size, StepGraph, Storage, Value, values_of
-from hyper_parallel.graph.regions import Region
-from hyper_parallel.graph.suspension import HOST, HostPoint
+from hyper_parallel.graph.step_context import Region
 
 _EMPTY, _COPY = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
 

@@ -1,6 +1,6 @@
 """Costs of each graph node: FLOPs and bytes (`Work`), or a `Collective`.
 
-FLOPs of matrix products and attention stand in `graph.matmuls`. Everything else:
+FLOPs of matrix products and attention stand in `graph.operator_costs`. Everything else:
 
     vector FLOPs = elements × FLOPs to each              elements of the largest of what it reads and writes
     read         = Σ bytes of its inputs, each once      an expanded dim counts once, a value given twice once
@@ -22,16 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from hyper_parallel.compat.collective_counter import FUNCTIONAL
-from hyper_parallel.compat.dispatch import mutated_arguments
-from hyper_parallel.compat.pytree import leaves_of
-from hyper_parallel.graph import host_update
-from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
+from hyper_parallel.compat.collectives import FUNCTIONAL
+from hyper_parallel.compat.dispatch import leaves_of, mutated_arguments
+from hyper_parallel.graph import host_nodes
 from hyper_parallel.graph.dynamic_sizes import known
-from hyper_parallel.graph.ir import Size, StepGraph, Value, values_of
-from hyper_parallel.graph.matmuls import attention, is_attention, operands_of, operator_name, product
+from hyper_parallel.graph.host_nodes import HOST
+from hyper_parallel.graph.ir import Size, StepGraph, Value, group_of, is_collective, is_wait, values_of
 from hyper_parallel.graph.memory_effects import is_view, touched
-from hyper_parallel.graph.operator_kinds import (
+from hyper_parallel.graph.operator_costs import (
     ADDS_INTO,
     ADDS_UP,
     FLOPS,
@@ -40,9 +38,13 @@ from hyper_parallel.graph.operator_kinds import (
     NOTHING,
     OVERWRITES,
     TOGETHER,
+    attention,
+    is_attention,
+    operands_of,
+    operator_name,
+    product,
     work_kind,
 )
-from hyper_parallel.graph.suspension import HOST
 from hyper_parallel.trace import Collective
 from hyper_parallel.workload.work import Work
 
@@ -108,7 +110,7 @@ class Pricer:
         """What a node does; None where it does nothing."""
         if is_collective(node):
             return self._collective(node)
-        if host_update.is_update(node):
+        if host_nodes.is_update(node):
             return self._update(node)
         if is_wait(node) or node.target is HOST or not hasattr(node.target, "_schema"):
             return None
@@ -165,7 +167,7 @@ class Pricer:
 
     def _update(self, node: fx.Node) -> Work:
         """Of the host: each call walks over its storages once."""
-        calls = host_update.calls_of(node)
+        calls = host_nodes.calls_of(node)
         read = sum(value.bytes for call in calls for value in self._moved((call.args, call.kwargs)))
         wrote, flops = 0, 0.0
         for call in calls:
@@ -179,7 +181,7 @@ class Pricer:
 
     def _moved(self, tree: Any) -> Iterator[_Sized]:
         """The values in an update's slots among arguments."""
-        return (self._of(leaf.value) for leaf in leaves_of(tree) if isinstance(leaf, host_update.Moved))
+        return (self._of(leaf.value) for leaf in leaves_of(tree) if isinstance(leaf, host_nodes.Moved))
 
     def _collective(self, node: fx.Node) -> Collective:
         group = group_of(self._step, node)

@@ -1,18 +1,7 @@
-"""Dependencies that a graph's edges do not show: memory hazards, collective order, suspension points.
+"""Data flow and dependencies of a graph: which nodes a node uses, and which must run before it.
 
-A node must run after
-
-- the nodes that compute its arguments;
-- the last write to each storage that it reads, through whatever view (read after write);
-- every read of a storage that it writes, since the last write, and that write (write after read, write after write);
-- the collective before it in the same process group, since the other ranks run them in that order;
-- the node before it that draws from the same random generator;
-- host points, if it writes what outlives the step: nothing is updated before the host has looked at what it asked to
-  see. Host points keep their order, and run after the updates that were before them. Moving it is no update;
-- the host point before it, if it reads a number from a tensor: what is as large as that number is not there before the
-  host has looked.
-
-Any order that keeps these computes the same bits.
+Data flow (`data_sources`) says nothing of order: nodes that only have to run before another one, such as the collective
+before it in its group, are no part of what it needs. `dependencies` has these too, with the hazards of memory.
 """
 
 from __future__ import annotations
@@ -23,11 +12,105 @@ import torch
 from torch import fx
 
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph.collective_groups import group_name, is_collective
-from hyper_parallel.graph.ir import StepGraph
-from hyper_parallel.graph.memory_effects import draws_random, effects, reads, writes
-from hyper_parallel.graph.suspension import HOST
-from hyper_parallel.graph.tier_ops import is_cache
+from hyper_parallel.graph.host_nodes import HOST
+from hyper_parallel.graph.ir import StepGraph, Value, group_name, is_cache, is_collective, values_of
+from hyper_parallel.graph.memory_effects import draws_random, effects, is_view, reads, touched, writes
+
+Needs = Mapping[fx.Node, Collection[fx.Node]]
+"""Each computing node to the ones whose results it uses (`data_sources`)."""
+
+
+def needed(needs: Needs, wanted: Collection[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """The computing nodes that the wanted ones need, without what only those at which to `stop` need."""
+    left = [node for node in wanted if node in needs and node not in stop]
+    found: set[fx.Node] = set()
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left.extend(source for source in needs[node] if source not in stop)
+    return found
+
+
+def seen_through(node: fx.Node) -> fx.Node:
+    """The node whose result a chain of views shows: others may show it by other views."""
+    while is_view(node):
+        source = node.all_input_nodes[0]
+        if source.op != "call_function" or not isinstance(source.meta.get("value"), Value):
+            break
+        node = source
+    return node
+
+
+def stops(needs: Needs, given: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """The given nodes, and those that only fill their memory before: a gather, for the weight that is a view of it.
+
+    What uses a given node touches that memory too, and so needs those that fill it, by `data_sources`.
+    """
+    graphs = {node.graph for node in given}
+    lasting = {
+        value.storage
+        for graph in graphs
+        for node in graph.nodes
+        if node.op == "placeholder"
+        for value in values_of(node)
+    }
+    place = {node: at for at, node in enumerate(needs)}
+    last: dict[int, int] = {}
+    for node in given:
+        for value in values_of(node):
+            if value.storage not in lasting and node in place:
+                last[value.storage] = max(place[node], last.get(value.storage, 0))
+    derived, found = set(given), set(given)
+    for node, at in place.items():
+        if node in given:
+            continue
+        storages = {value.storage for value in values_of(node)} | set(writes(node))
+        if any(
+            source in derived and not storages.isdisjoint(value.storage for value in values_of(source))
+            for source in node.all_input_nodes
+        ):
+            derived.add(node)
+            continue
+        if storages and all(at <= last.get(storage, -1) for storage in storages):
+            found.add(node)
+    return frozenset(found)
+
+
+def sources(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """The arguments of these nodes."""
+    return {source for node in nodes for source in node.all_input_nodes}
+
+
+def data_sources(step: StepGraph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Each computing node to the nodes that have computed what it uses: its arguments, and the last write to each
+    storage that it touches."""
+    wrote: dict[int, fx.Node] = {}
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in step.nodes:
+        before = {source for source in node.all_input_nodes if source.op == "call_function"}
+        before |= {wrote[storage] for storage in touched(node) if storage in wrote}
+        found[node] = frozenset(before - {node})
+        wrote.update(dict.fromkeys(writes(node), node))
+    return found
+
+
+# Dependencies that a graph's edges do not show: memory hazards, collective order, suspension points.
+#
+# A node must run after
+#
+# - the nodes that compute its arguments;
+# - the last write to each storage that it reads, through whatever view (read after write);
+# - every read of a storage that it writes, since the last write, and that write (write after read, write after write);
+# - the collective before it in the same process group, since the other ranks run them in that order;
+# - the node before it that draws from the same random generator;
+# - host points, if it writes what outlives the step: nothing is updated before the host has looked at what it asked to
+#   see. Host points keep their order, and run after the updates that were before them. Moving it is no update;
+# - the host point before it, if it reads a number from a tensor: what is as large as that number is not there before
+# the
+#   host has looked.
+#
+# Any order that keeps these computes the same bits.
 
 
 def dependencies(step: StepGraph, free: Collection[fx.Node] = ()) -> dict[fx.Node, set[fx.Node]]:

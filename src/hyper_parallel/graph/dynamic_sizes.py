@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 
-from hyper_parallel.compat.symbolic_sizes import expression, floor_division, is_symbolic, not_negative
+from hyper_parallel.compat.fx_graph import expression, floor_division, is_symbolic, not_negative
 from hyper_parallel.errors import BudgetError, CaptureError
 from hyper_parallel.graph.ir import Even, StepGraph
 from hyper_parallel.graph.step_context import current_step

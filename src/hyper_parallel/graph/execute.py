@@ -21,12 +21,9 @@ from torch import fx
 
 from hyper_parallel.compat.dispatch import below_autograd, kernel
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph.collective_groups import is_collective, is_wait
-from hyper_parallel.graph.host_update import OperatorCall, update
-from hyper_parallel.graph.ir import StepGraph, Value, values_of
+from hyper_parallel.graph.host_nodes import HOST, HostPoint, OperatorCall, update
+from hyper_parallel.graph.ir import OPERATORS, StepGraph, Value, is_collective, is_wait, values_of
 from hyper_parallel.graph.memory_effects import begun, touched
-from hyper_parallel.graph.suspension import HOST, HostPoint
-from hyper_parallel.graph.tier_ops import OPERATORS
 
 Host = Callable[[HostPoint, Sequence[torch.Tensor]], torch.Tensor | None]
 """(point, values) to the answer, None where the graph wants none."""

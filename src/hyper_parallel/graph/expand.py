@@ -22,10 +22,9 @@ from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.accumulate import Accumulation, When, when_of
-from hyper_parallel.graph.collective_groups import is_wait
 from hyper_parallel.graph.copy_nodes import GrowingGraph, NodeCopies, moved
 from hyper_parallel.graph.graph_writer import span
-from hyper_parallel.graph.ir import Input, StepGraph, Storage, Value, values_of
+from hyper_parallel.graph.ir import Input, StepGraph, Storage, Value, is_wait, values_of
 from hyper_parallel.graph.memory_effects import begun, touched, writes
 
 Numbered = Callable[[str, int], str]

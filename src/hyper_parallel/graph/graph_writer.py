@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from hyper_parallel.compat.graph_nodes import copy_node
+from hyper_parallel.compat.fx_graph import copy_node
+from hyper_parallel.graph.dependencies import Needs, data_sources, needed, sources, stops
+from hyper_parallel.graph.host_nodes import HOST, HostPoint
 from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value, flat_values, values_of
-from hyper_parallel.graph.phase import Phase
-from hyper_parallel.graph.regions import Region
-from hyper_parallel.graph.suspension import HOST, HostPoint
+from hyper_parallel.graph.memory_effects import writes
+from hyper_parallel.graph.step_context import Phase, Region
 
 _STRIDED = torch.ops.aten.as_strided.default
 
@@ -154,3 +155,35 @@ def placed(value: Any, moved: Mapping[int, int]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(placed(one, moved) for one in value)
     return value
+
+
+def subgraph(
+    step: StepGraph,
+    wanted: Mapping[str, fx.Node],
+    given: Mapping[fx.Node, str],
+    kind: Kind,
+    direction: Phase,
+    *,
+    effects: bool = False,
+    needs: Needs | None = None,
+) -> StepGraph:
+    """The graph that computes `wanted`, by the names of its outputs, from inputs of the whole graph and from values of
+    the `given` nodes, which are inputs of this kind by these names.
+
+    Each given node gives one tensor in memory that nothing else in the part writes to. `effects`: it also does what the
+    whole graph does to memory from outside, such as buffers. `needs`: the graph's data flow where it is known.
+    """
+    lasting = set(step.outside)
+    also = [node for node in step.nodes if writes(node) & lasting] if effects else []
+    needs = data_sources(step) if needs is None else needs
+    nodes = needed(needs, [*wanted.values(), *also], stops(needs, given))
+    used = sources(nodes) | set(wanted.values())
+    writer = GraphWriter(step)
+    writer.inputs(used)
+    for node, name in given.items():
+        if node in used:
+            writer.given(node, name, kind, direction)
+    for node in step.nodes:
+        if node in nodes:
+            writer.emit(node)
+    return writer.finished({name: writer.made[node] for name, node in wanted.items()}, direction)

@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat.dispatch import outside_modes
-from hyper_parallel.graph.collective_groups import is_collective
 from hyper_parallel.graph.execute import Executable, executable
-from hyper_parallel.graph.ir import Input, StepGraph, Storage, values_of
+from hyper_parallel.graph.host_nodes import HOST
+from hyper_parallel.graph.ir import Input, StepGraph, Storage, is_collective, values_of
 from hyper_parallel.graph.memory_effects import draws_random, touched, writes
-from hyper_parallel.graph.suspension import HOST
 
 Number = bool | int | float
 

@@ -1,16 +1,94 @@
-"""Graph IR: StepGraph, the values on its edges, the storages that hold them."""
+"""Graph IR: StepGraph, the values on its edges, the storages that hold them.
+
+Beside ATen operators a graph has tier operators, which move storages between memories, and collectives over process
+groups. A module's parameters and buffers become inputs of a captured step (`module_state`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from hyper_parallel.compat.graph_nodes import append_copy
-from hyper_parallel.graph.tier_ops import Slot
+from hyper_parallel.compat.dispatch import once_each
+from hyper_parallel.compat.fx_graph import append_copy
+from hyper_parallel.errors import CaptureError, HyperParallelError
+
+# Tier operators: the four graph operators that move a storage between memory tiers.
+#
+#     store(x, slot, tier)      begins to copy the storage of x into its slot in another tier
+#     prefetch(x, slot, tier)   gives the storage memory again and begins to fill it from the slot
+#     wait(x, slot, tier)       what follows finds the last copy to or from the slot over
+#     detach(x, slot, tier)     gives the storage's memory up, since the slot holds what is in it
+#
+# After HyperOffload (arXiv 2602.00748, section 3), in place: the storage loses and regains its memory, so that every
+# view of it, and a parameter that lies in it, stay the objects that they are. When bytes are there follows from the
+# order of the nodes alone, and not from how fast copies are: before a `detach` stands the `wait` for its `store`, and
+# from the `prefetch` on the memory is taken.
+
+Rest = Literal["step", "here", "away"]
+"""Between steps a slot is of no use (`step`); or it holds what lives on, which is on the device too (`here`) or only in
+the slot (`away`)."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a storage in a tier."""
+
+    storage: int
+    tier: str
+    bytes: int
+    rest: Rest = "step"
+    first: int = 0
+    """Of the step's nodes before its moves, the one before which the first copy to the slot begins."""
+    last: int = 0
+    """The one before which the last copy from it is waited for. Of what rests here the slot is always needed."""
+
+
+def store(x: Any, slot: int, tier: str) -> NoReturn:
+    """Begin to copy the storage of `x` into its slot."""
+    _unreachable("store", slot)
+
+
+def prefetch(x: Any, slot: int, tier: str) -> NoReturn:
+    """Give the storage of `x` memory, and begin to fill it from its slot."""
+    _unreachable("prefetch", slot)
+
+
+def wait(x: Any, slot: int, tier: str) -> NoReturn:
+    """Wait until the last copy to or from the slot is over."""
+    _unreachable("wait", slot)
+
+
+def detach(x: Any, slot: int, tier: str) -> NoReturn:
+    """Give up the memory of the storage of `x`."""
+    _unreachable("detach", slot)
+
+
+def is_cache(node: fx.Node) -> bool:
+    """Whether a node is one of the four."""
+    return node.op == "call_function" and node.target in OPERATORS
+
+
+def slot_of(node: fx.Node) -> int:
+    """The slot that a cache operator is about."""
+    assert is_cache(node), f"{node} ({node.target}) moves nothing"
+    slot = node.args[1]
+    assert isinstance(slot, int)
+    return slot
+
+
+OPERATORS = (store, prefetch, wait, detach)
+
+
+def _unreachable(name: str, slot: int) -> NoReturn:
+    raise HyperParallelError(
+        f"{name} of slot {slot} was reached outside of a graph that is given its memories"
+    )
+
 
 Size = Any
 """A number of elements or bytes: an int, or a torch.SymInt of sizes that only a run knows."""
@@ -105,7 +183,7 @@ class StepGraph:
     """One rank's step: a flat graph of ATen operators, in the order in which they run.
 
     Every node's `meta` has: "value", a `Value` or a nested tuple or list of them, absent for numbers;
-    "region" (`graph.regions`); "module", the name of the module whose forward or backward it is part of; "recomputed".
+    "region" (`graph.step_context`); "module", the name of the module whose forward or backward it is part of; "recomputed".
     What it does to memory, `memory_effects` tells; a target that is no operator says in "writes" which storages it
     changes. "when" is set where the graph is the body of a loop (`graph.accumulate`).
     """
@@ -210,3 +288,74 @@ def flat_values(value: Any) -> Sequence[Value]:
     if isinstance(value, tuple | list):
         return [one for part in value for one in flat_values(part)]
     return ()
+
+
+# Process groups of a graph's collectives: their ranks and mesh axis.
+#
+# A graph names a group as the runtime does, which says nothing to a reader. `capture` takes no Strategy, so whoever
+# made the groups tells it which name means what (`shard.process_mesh.ProcessMesh.process_groups`).
+
+_ARGUMENT = "group_name"
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node begins a collective. Waiting for one is another node (`is_wait`)."""
+    return _role(node.target) == "begins"
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits until a collective is done."""
+    return _role(node.target) == "waits"
+
+
+def group_of(step: StepGraph, node: fx.Node) -> CollectiveGroup:
+    """The group of a node that begins a collective, or that waits for one.
+
+    Raises CaptureError when the step was captured without being told of that group.
+    """
+    while is_wait(node):
+        (begun,) = node.args
+        assert isinstance(begun, fx.Node)
+        node = begun
+    name = group_name(node)
+    found = step.groups.get(name)
+    if found is None:
+        told = ", ".join(sorted(step.groups)) or "none"
+        raise CaptureError(
+            f"the graph's {node.target} is over the process group {name!r}, of which the capture was not told "
+            f"(told of: {told}); give `capture` the axis and the ranks of each group in `groups`"
+        )
+    return found
+
+
+def group_name(node: fx.Node) -> str:
+    """The name of the process group of a node that begins a collective."""
+    assert is_collective(node), f"{node.target} begins no collective"
+    return str(
+        node.kwargs[_ARGUMENT] if _ARGUMENT in node.kwargs else node.args[_place_of_group(node.target)]
+    )
+
+
+def ranks_of(step: StepGraph) -> list[int]:
+    """The global ranks that the step's collectives join, ascending; rank 0 where there are none."""
+    return sorted({rank for group in step.groups.values() for rank in group.ranks} | {0})
+
+
+@once_each
+def _role(target: Any) -> Literal["begins", "waits", ""]:
+    """What an operator does for a collective."""
+    if getattr(target, "namespace", "") != "_c10d_functional":
+        return ""
+    return "waits" if "wait" in str(target) else "begins"
+
+
+@once_each
+def _place_of_group(target: Any) -> int:
+    """Which argument of a collective is its group."""
+    return next(i for i, argument in enumerate(target._schema.arguments) if argument.name == _ARGUMENT)
+
+
+def module_state(model: nn.Module) -> dict[str, GivenTensor]:
+    """Parameters as ``parameter.<name>`` and buffers as ``buffer.<name>``; tied ones under their first name."""
+    parameters = {f"parameter.{name}": GivenTensor("parameter", x) for name, x in model.named_parameters()}
+    return parameters | {f"buffer.{name}": GivenTensor("buffer", x) for name, x in model.named_buffers()}

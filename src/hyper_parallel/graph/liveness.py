@@ -1,28 +1,41 @@
-"""Liveness analysis: the lifetime and kind of each storage, and live bytes over time.
+"""Liveness analysis: the lifetime and kind of each storage, live bytes over time, and a graph printed with them.
 
 A storage is born with the first node that gives a value in it and dies after the last one that uses any view of it;
-what is read from outside is there from the beginning to the end. One whose memory is given up and taken again (`cache`)
-has several lives, and lies in other tiers meanwhile; state that rests in a slot for good has none. The clock is the
-place of a node in the graph. The peak is exact for what the graph allocates; memory that a kernel takes and gives back
-inside itself is not seen.
+what is read from outside is there from the beginning to the end. One whose memory is given up and taken again (tier
+operators) has several lives, and lies in other tiers meanwhile; state that rests in a slot for good has none. The clock
+is the place of a node in the graph. The peak is exact for what the graph allocates; memory that a kernel takes and
+gives back inside itself is not seen, but for that of collectives of a CPU (`workspaces`).
 """
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from hyper_parallel.graph.collective_groups import is_wait
+from hyper_parallel.compat import gloo
+from hyper_parallel.graph import host_nodes
 from hyper_parallel.graph.dynamic_sizes import known
-from hyper_parallel.graph.ir import Kind, StepGraph, Value, values_of
+from hyper_parallel.graph.ir import (
+    Kind,
+    StepGraph,
+    Value,
+    detach,
+    is_cache,
+    is_collective,
+    is_wait,
+    prefetch,
+    values_of,
+)
 from hyper_parallel.graph.memory_effects import begun, storages_of, touched, writes
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.tier_ops import detach, prefetch
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.trace import live_bytes
+from hyper_parallel.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -157,3 +170,146 @@ def peak_of(found: list[Lifetime]) -> Peak:
     for life in there:
         by_kind[life.kind] += life.bytes
     return Peak(most, at, dict(by_kind), there)
+
+
+# Workspaces: memory that a runtime takes during a node and that no tensor shows.
+#
+# On a CPU, tensors are moved by gloo as `compat.gloo` has it:
+#
+#     all-gather        a flat buffer as large as the result, which is copied out
+#     reduce-scatter    what the other ranks sent, as large as what is scattered; in half precision the sum in float32
+#     coalesced         of tensors that travel in one message, that message too, and a gather's result before it is cut
+# up
+#
+# They are held until the collective has been waited for. Elsewhere nothing is known to be taken: NCCL's buffers are
+# made once, with its communicators.
+
+
+def workspaces(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[Lifetime]:
+    """What is taken beside the storages of `lifetimes`, to be laid beside them; `sizes` gives the symbols values.
+
+    Their storage is -1, since they have none.
+    """
+    nodes = list(step.nodes)
+    ends = {begun(node): at for at, node in enumerate(nodes) if is_wait(node)}
+    found = []
+    for at, node in enumerate(nodes):
+        taken = _taken(node, sizes or {})
+        if taken:
+            where = (node.meta["module"], region_of(node).phase)
+            found.append(Lifetime(-1, taken, "temporary", at, ends.get(node, at), None, *where))
+    return found
+
+
+def _taken(node: fx.Node, sizes: Mapping[Any, int]) -> int:
+    """Bytes that gloo and its kernels take for a node."""
+    if not is_collective(node):
+        return 0
+    name = str(node.target)
+    given = _given(node)
+    if "all_gather" in name:
+        wholes = list(values_of(node))
+    elif "reduce_scatter" in name:
+        wholes = given
+    else:
+        return 0
+    if any(value.device.type != _GLOO for value in wholes):
+        return 0
+    parts, whole = [_bytes(value, sizes) for value in given], [_bytes(value, sizes) for value in wholes]
+    taken = sum(whole)
+    for bucket in gloo.buckets([(value.dtype, one) for value, one in zip(wholes, whole, strict=True)]):
+        if len(bucket) > 1:
+            taken += sum(parts[at] for at in bucket)
+            taken += sum(whole[at] for at in bucket) if "all_gather" in name else 0
+    if "reduce_scatter" in name:
+        narrow = [value for value in values_of(node) if value.dtype in gloo.NARROW]
+        taken += sum(known(value.elements, sizes) * _SUM for value in narrow)
+    return taken
+
+
+def _given(node: fx.Node) -> list[Value]:
+    """The tensors that a collective is given, one after the other."""
+    sources: Any = node.args[0]
+    nodes = sources if isinstance(sources, list | tuple) else [sources]
+    return [value for source in nodes for value in values_of(source)]
+
+
+def _bytes(value: Value, sizes: Mapping[Any, int]) -> int:
+    return value.dtype.itemsize * known(value.elements, sizes)
+
+
+_SUM = torch.float32.itemsize
+"""Of an element, where narrow ones are summed."""
+_GLOO = "cpu"
+"""Whose tensors gloo moves."""
+
+
+# Prints a graph as text, and what a pass changed.
+#
+# A line has the node's name, its operator, the shapes that it gives, its phase and module, and the bytes that it brings
+# to life and lets go: ``+`` born with it, ``-`` freed after it.
+
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "bool",
+}
+
+
+def text(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> str:
+    """The whole graph, then its peak. `sizes` gives the symbols values."""
+    most = peak(step, sizes)
+    return "\n".join([*lines(step, sizes), f"peak {format_bytes(most.bytes)} at node {most.at}"])
+
+
+def lines(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[str]:
+    """One line a node."""
+    born: Counter[int] = Counter()
+    freed: Counter[int] = Counter()
+    for life in lifetimes(step, sizes):
+        born[life.born] += life.bytes
+        freed[life.died] += life.bytes
+    return [_line(node, born[at], freed[at]) for at, node in enumerate(step.nodes)]
+
+
+def changes(
+    before: StepGraph, after: StepGraph, sizes: Mapping[Any, int] | None = None, around: int = 2
+) -> str:
+    """What a pass did: ``-`` lines that are gone and ``+`` lines that are new (a move is both), and both peaks.
+
+    `around` lines are shown on each side of a change.
+    """
+    old, new = lines(before, sizes), lines(after, sizes)
+    shown = list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=around))
+    was, now = peak(before, sizes).bytes, peak(after, sizes).bytes
+    count = f"{len(old)} nodes, {len(new)} after"
+    return "\n".join([*shown, f"{count}; peak {format_bytes(was)}, {format_bytes(now)} after"])
+
+
+def _line(node: fx.Node, born: int, freed: int) -> str:
+    shapes = " ".join(_shape(value) for value in values_of(node)) or "-"
+    where = ".".join(part for part in (region_of(node).phase, node.meta["module"]) if part)
+    again = " again" if node.meta["recomputed"] else ""
+    memory = (f" +{format_bytes(born)}" if born else "") + (f" -{format_bytes(freed)}" if freed else "")
+    arguments = ", ".join(source.name for source in node.all_input_nodes)
+    if is_cache(node):
+        arguments += f", {node.args[2]}:{node.args[1]}"
+    elif host_nodes.is_update(node):
+        called = ", ".join(
+            str(getattr(call.operator, "__name__", "call")) for call in host_nodes.calls_of(node)
+        )
+        slots = " ".join(str(slot) for slot in host_nodes.slots_of(node))
+        arguments += f", {host_nodes.tier_of(node)}:{slots}: {called}"
+    return f"{node.name} = {_operator(node)}({arguments}) {shapes} {where}{again}{memory}"
+
+
+def _operator(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)) if callable(node.target) else str(node.target)
+
+
+def _shape(value: Value) -> str:
+    return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{','.join(str(size) for size in value.shape)}]"

@@ -21,19 +21,15 @@ from typing import Any, get_args
 from torch import fx
 
 from hyper_parallel import trace
-from hyper_parallel.graph import host_update
-from hyper_parallel.graph.collective_groups import is_wait
+from hyper_parallel.graph import host_nodes
 from hyper_parallel.graph.costs import costs
-from hyper_parallel.graph.fused_costs import PHASES, fused_costs
-from hyper_parallel.graph.ir import Kind, StepGraph
+from hyper_parallel.graph.host_nodes import HOST
+from hyper_parallel.graph.ir import Kind, StepGraph, is_cache, is_wait, prefetch, slot_of, store
+from hyper_parallel.graph.ir import wait as wait_for
 from hyper_parallel.graph.liveness import Lifetime, lifetimes
-from hyper_parallel.graph.matmuls import operator_name
 from hyper_parallel.graph.memory_effects import begun
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.step_context import current_step
-from hyper_parallel.graph.suspension import HOST
-from hyper_parallel.graph.tier_ops import is_cache, prefetch, slot_of, store
-from hyper_parallel.graph.tier_ops import wait as wait_for
+from hyper_parallel.graph.operator_costs import PHASES, fused_costs, operator_name
+from hyper_parallel.graph.step_context import current_step, region_of
 from hyper_parallel.trace import Bytes, Collective, Op, Trace
 from hyper_parallel.workload.work import Work
 
@@ -96,7 +92,7 @@ def lowered(
     """The ops of one rank class; arguments and errors as of `lower`.
 
     `lives`, `priced`: the step's lifetimes and costs where they are known already. `fused`: priced as compiled
-    (`graph.fused_costs`), else the phases that `current_step().fused` names.
+    (`graph.operator_costs`), else the phases that `current_step().fused` names.
     """
     if priced is None:
         priced = costs(step, sizes)
@@ -169,7 +165,7 @@ class _Writer:
         own = None
         if is_cache(node):
             own = self._cache(node, born)
-        elif host_update.is_update(node):
+        elif host_nodes.is_update(node):
             own = self._update(node, cost)
         elif cost is not None or born or is_wait(node) or node.target is HOST:
             own = self._op(node, cost, born)
@@ -219,7 +215,7 @@ class _Writer:
 
     def _update(self, node: fx.Node, cost: Work | Collective | None) -> int:
         """The op of an update on the host; what was begun in the step before is taken to be over."""
-        slots = host_update.slots_of(node)
+        slots = host_nodes.slots_of(node)
         copied = {self._copied[slot] for slot in slots if slot in self._copied}
         own = self._write(node, cost, "host", tuple(sorted({self._last, *copied} - {-1})), ())
         for slot in slots:
@@ -319,8 +315,8 @@ class _Slots:
 
 def _done_with(node: fx.Node) -> tuple[int, ...]:
     """The slots that a node may be the last to need."""
-    if host_update.is_update(node):
-        return host_update.slots_of(node)
+    if host_nodes.is_update(node):
+        return host_nodes.slots_of(node)
     return (slot_of(node),) if node.target is wait_for else ()
 
 

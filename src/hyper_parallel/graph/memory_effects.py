@@ -1,9 +1,9 @@
-"""Memory effects of a node: storages that it reads, writes, or only views.
+"""Memory effects of a node: storages that it reads, writes, or only views; and dead-code elimination by them.
 
 An operator's schema says which arguments it writes to. Two things no schema says: a collective goes on reading its
 arguments, and writing its result, until it has been waited for, so the wait reads and writes them too; and a view reads
-nothing. Cache operators change what a storage holds when they give its memory up or bring it back. An update on the
-host reads and writes its storages wherever they are, and touches none of them on the device.
+nothing. Tier operators change what a storage holds when they give its memory up or bring it back. An update on the host
+reads and writes its storages wherever they are, and touches none of them on the device.
 """
 
 from __future__ import annotations
@@ -16,16 +16,25 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat.dispatch import mutated_arguments, once_each, writes_nothing
-from hyper_parallel.graph import host_update
-from hyper_parallel.graph.collective_groups import is_collective, is_wait
-from hyper_parallel.graph.ir import Value, flat_values
-from hyper_parallel.graph.suspension import HOST
-from hyper_parallel.graph.tier_ops import OPERATORS, detach, is_cache, prefetch, store
+from hyper_parallel.graph import host_nodes
+from hyper_parallel.graph.host_nodes import HOST, is_update
+from hyper_parallel.graph.ir import (
+    OPERATORS,
+    StepGraph,
+    Value,
+    detach,
+    flat_values,
+    is_cache,
+    is_collective,
+    is_wait,
+    prefetch,
+    store,
+)
 
 
 def touched(node: fx.Node) -> set[int]:
     """The storages that a node's arguments lie in, and must be on the device."""
-    sources = host_update.host_arguments_of(node) if host_update.is_update(node) else node.all_input_nodes
+    sources = host_nodes.host_arguments_of(node) if host_nodes.is_update(node) else node.all_input_nodes
     return storages_of(sources)
 
 
@@ -105,8 +114,8 @@ def reads(node: fx.Node) -> set[int]:
     found = touched(node)
     if is_wait(node):
         found |= touched(begun(node))
-    if host_update.is_update(node):
-        found |= set(host_update.storages_of(node))
+    if host_nodes.is_update(node):
+        found |= set(host_nodes.storages_of(node))
     return found
 
 
@@ -122,8 +131,8 @@ def writes(node: fx.Node) -> set[int]:
         return set()
     if is_cache(node):
         return set() if target is store else touched(node)
-    if host_update.is_update(node):
-        return set(host_update.writes_of(node))
+    if host_nodes.is_update(node):
+        return set(host_nodes.writes_of(node))
     if is_wait(node):
         # Waiting for one result of a coalesced collective brings all of them, and may do so each time.
         return storages_of([begun(node)])
@@ -135,7 +144,7 @@ def writes(node: fx.Node) -> set[int]:
 def _plain(target: Any) -> bool:
     """Whether nodes of a target change nothing, unless they say so."""
     functional = getattr(target, "namespace", "") == "_c10d_functional"
-    return writes_nothing(target) and not functional and target not in (*OPERATORS, host_update.update)
+    return writes_nothing(target) and not functional and target not in (*OPERATORS, host_nodes.update)
 
 
 def begun(node: fx.Node) -> fx.Node:
@@ -170,3 +179,35 @@ def _dropout(target: Any) -> tuple[int | None, Any]:
         if argument.name == "dropout_p":
             return at, argument.default_value
     return None, True
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether running a node does more than giving its value.
+
+    It writes, talks to other ranks or to the host, moves memory, or draws random numbers, of which the next one gets
+    others.
+    """
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    target: Any = node.target
+    schema = getattr(target, "_schema", None)
+    mutable = schema is not None and schema.is_mutable
+    return (
+        mutable
+        or target is HOST
+        or is_cache(node)
+        or is_update(node)
+        or draws_random(node)
+        or getattr(target, "namespace", "") == "_c10d_functional"
+    )
+
+
+def trim(step: StepGraph) -> StepGraph:
+    """Take out, in place, the nodes without effect whose value is not used. Returns the same graph."""
+    sizes = set(step.sizes.values())
+    for node in reversed(list(step.graph.nodes)):
+        if not node.users and not has_effect(node):
+            step.graph.erase_node(node)
+            if node in sizes:
+                step.sizes = {symbol: kept for symbol, kept in step.sizes.items() if kept is not node}
+    return step

@@ -25,8 +25,9 @@ summed once a step.
 
 from __future__ import annotations
 
+import graphlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,12 +35,11 @@ import torch
 from torch import fx
 
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph.collective_groups import is_collective
-from hyper_parallel.graph.data_flow import data_sources
-from hyper_parallel.graph.gradient_sums import GRADIENT
-from hyper_parallel.graph.ir import StepGraph, Value, values_of
+from hyper_parallel.graph.dependencies import data_sources
+from hyper_parallel.graph.gradients import GRADIENT
+from hyper_parallel.graph.ir import StepGraph, Value, is_collective, values_of
 from hyper_parallel.graph.memory_effects import draws_random, writes
-from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.step_context import region_of
 
 _OF_BATCH = frozenset({"input", "buffer", "constant"})
 _OF_WEIGHTS = frozenset({"parameter", "buffer", "constant"})
@@ -330,3 +330,40 @@ def summands(node: fx.Node, labels: Labels) -> list[fx.Node]:
         parts += summands(one, labels)
     stages = [labels.stage.get(part) for part in parts]
     return parts if len(set(stages)) > 1 else [node]
+
+
+def part_order(step: StepGraph, part_of: StageOf, names: Sequence[str]) -> list[int]:
+    """The parts that compute anything, each behind those whose values it uses; of several orders the one nearest to
+    that of `names`.
+
+    Raises GraphError where two parts need each other's values.
+    """
+    sources = data_sources(step)
+    repeated = repeatable(step, sources)
+    reached: dict[fx.Node, frozenset[int]] = {}
+    """Of each forward node: its part, or, of one between parts, those whose values it has."""
+    before: dict[int, set[int]] = {}
+    for node in step.nodes:
+        if region_of(node).phase == "backward" or node in repeated:
+            continue
+        given = frozenset[int]().union(*(reached.get(source, frozenset()) for source in sources[node]))
+        part = part_of(node.meta["module"])
+        reached[node] = given if part is None else frozenset({part})
+        if part is not None:
+            before.setdefault(part, set()).update(given - {part})
+    sorter = graphlib.TopologicalSorter(before)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        cycle = [names[part] for part in error.args[1]]
+        raise GraphError(
+            f"{' and '.join(sorted(set(cycle)))} need each other's values in the forward pass; put what joins them in "
+            "one submodel"
+        ) from None
+    found: list[int] = []
+    ready: list[int] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()])
+        found.append(ready.pop(0))
+        sorter.done(found[-1])
+    return found

@@ -18,13 +18,21 @@ from typing import Protocol
 from torch import fx
 
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import host_update
-from hyper_parallel.graph.collective_groups import is_collective, is_wait
+from hyper_parallel.graph import host_nodes
 from hyper_parallel.graph.dependencies import dependencies
-from hyper_parallel.graph.ir import StepGraph, values_of
+from hyper_parallel.graph.ir import (
+    StepGraph,
+    detach,
+    is_cache,
+    is_collective,
+    is_wait,
+    prefetch,
+    slot_of,
+    store,
+    values_of,
+)
 from hyper_parallel.graph.memory_effects import begun, effects, is_view, touched
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.tier_ops import detach, is_cache, prefetch, slot_of, store
+from hyper_parallel.graph.step_context import region_of
 
 SCHEDULE = "schedule"
 """What a pass provides that chooses the order of collectives too: the same on every rank, by what all ranks know."""
@@ -185,7 +193,7 @@ def _check_meta(before: StepGraph, after: StepGraph) -> None:
 def _same_order(before: StepGraph, after: StepGraph, free: Collection[fx.Node]) -> None:
     place = {node.name: at for at, node in enumerate(after.nodes)}
     for node in after.nodes:
-        for call in host_update.calls_of(node) if host_update.is_update(node) else ():
+        for call in host_nodes.calls_of(node) if host_nodes.is_update(node) else ():
             place[call.name] = place[node.name]
     for node, needs in dependencies(before, free).items():
         for other in needs:
@@ -220,7 +228,7 @@ def _writers_seen(step: StepGraph) -> Contents:
         if is_cache(node):
             copies.moved(node)
             continue
-        if host_update.is_update(node):
+        if host_nodes.is_update(node):
             found.update(copies.updated(node))
             continue
         waited = is_wait(node)
@@ -306,9 +314,9 @@ class _Copies:
 
     def updated(self, node: fx.Node) -> dict[str, tuple[str, dict[int, str]]]:
         """An update: each of its calls as if it were a node. Without slots it is still to be given some."""
-        storages, slots = host_update.storages_of(node), host_update.slots_of(node)
+        storages, slots = host_nodes.storages_of(node), host_nodes.slots_of(node)
         # Taken along when it begins, so that they need to be there no longer than that.
-        given = [next(values_of(source)).storage for source in host_update.host_arguments_of(node)]
+        given = [next(values_of(source)).storage for source in host_nodes.host_arguments_of(node)]
         for storage in given:
             _check_there(node, storage, self._wrote.get(storage, ""))
         if slots:
@@ -319,7 +327,7 @@ class _Copies:
             for at, storage in enumerate(storages)
         }
         found = {}
-        for call in host_update.calls_of(node):
+        for call in host_nodes.calls_of(node):
             seen = {given[at]: self._wrote.get(given[at], "") for at in call.given}
             seen.update((storages[at], now[storages[at]]) for at in call.moved)
             found[call.name] = (call.name, seen)
@@ -341,7 +349,7 @@ class _Copies:
 
     def _check_slot(self, node: fx.Node, storage: int, number: int) -> None:
         slot = self._slots[number]
-        if (slot.storage, slot.tier) != (storage, host_update.tier_of(node)):
+        if (slot.storage, slot.tier) != (storage, host_nodes.tier_of(node)):
             raise GraphError(
                 f"{node} updates storage {storage}, and slot {number} is storage {slot.storage}'s"
             )

@@ -1,32 +1,90 @@
-"""Two neighbouring periods of layers in a captured graph, and what each of their nodes refers to.
+"""Two neighbouring periods of layers: what each of their nodes refers to (`pattern_of`), and values inferred again.
 
-Let A and B be the periods, `a_i` and `b_i` their i-th nodes. What `a_i` and `b_i` have at the same place of their
-arguments is one of
-
-    own        a_j and b_j                         the period's own node
-    same       one node for both                   outside of both, or in A
-    previous   any node x, and a_j                 the node of the period in front
-    next       b_j, and any node y                 the node of the period behind
-
-and the same holds for the storages in which their values lie, and for sizes that depend on the data. Numbers in the
-arguments are equal, count the periods (v in A, v + s in B and v + k·s in the k-th period behind A), or are made of the
-name of the node's module. Any other pair is `Unlike`: what lies between A and B would have to be guessed.
+A node whose arguments have other shapes than when it was captured is given its value by the fake kernels (`inferred`).
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
-from hyper_parallel.compat.symbolic_sizes import expression, is_symbolic
+from hyper_parallel.compat.fake_tensors import fake_kernel, fake_mode
+from hyper_parallel.compat.fx_graph import expression, is_symbolic
 from hyper_parallel.graph.ir import Size, StepGraph, Value, flat_values, values_of
-from hyper_parallel.graph.regions import Region, region_of
-from hyper_parallel.graph.same_graph import label, same_number
+from hyper_parallel.graph.likeness import label, same_number
+from hyper_parallel.graph.step_context import Region, region_of
+
+
+def inferred(node: fx.Node, value: Any) -> tuple[Any, dict[int, Size]]:
+    """(the node's value, the bytes of each storage that has another size), by the values of its arguments.
+
+    `value`: what it gave for the arguments that it was captured with, where it lies now. Raises Unlike where the node
+    gives another number of tensors, or has sizes that depend on the data.
+    """
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        found = source.meta["value"][index]
+        return Value(found.shape, found.stride, value.dtype, value.device, value.storage), {}
+    kernel: Any = fake_kernel(node.target) or node.target
+    with fake_mode():
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _fake)
+        result = kernel(*args, **kwargs)
+    tensors = [
+        one
+        for one in (result if isinstance(result, tuple | list) else [result])
+        if isinstance(one, torch.Tensor)
+    ]
+    values = flat_values(value)
+    if len(tensors) != len(values):
+        raise Unlike(f"{label(node)} gives {len(values)} tensors, and {len(tensors)} of more layers")
+    # What lies in memory of an argument lies there still.
+    lent = {one.storage for source in node.all_input_nodes for one in values_of(source)}
+    sizes: dict[int, Size] = {}
+    made = []
+    for one, tensor in zip(values, tensors, strict=True):
+        made.append(Value(tuple(tensor.shape), tensor.stride(), one.dtype, one.device, one.storage))
+        if one.storage not in lent:
+            sizes[one.storage] = tensor.untyped_storage().nbytes()
+    return _nested(value, iter(made)), sizes
+
+
+def _nested(value: Any, made: Any) -> Any:
+    if isinstance(value, Value):
+        return next(made)
+    if isinstance(value, tuple | list):
+        return type(value)(_nested(one, made) for one in value)
+    return value
+
+
+def _fake(node: fx.Node) -> torch.Tensor:
+    value: Any = node.meta.get("value")
+    sizes = (*value.shape, *value.stride) if isinstance(value, Value) else (None,)
+    if not all(isinstance(size, int) for size in sizes):
+        raise Unlike(f"the shape of {label(node)} cannot be inferred again")
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
+
+
+# Two neighbouring periods of layers in a captured graph, and what each of their nodes refers to.
+#
+# Let A and B be the periods, `a_i` and `b_i` their i-th nodes. What `a_i` and `b_i` have at the same place of their
+# arguments is one of
+#
+#     own        a_j and b_j                         the period's own node
+#     same       one node for both                   outside of both, or in A
+#     previous   any node x, and a_j                 the node of the period in front
+#     next       b_j, and any node y                 the node of the period behind
+#
+# and the same holds for the storages in which their values lie, and for sizes that depend on the data. Numbers in the
+# arguments are equal, count the periods (v in A, v + s in B and v + k·s in the k-th period behind A), or are made of
+# the name of the node's module. Any other pair is `Unlike`: what lies between A and B would have to be guessed.
 
 Which = Literal["a", "b"]
 

@@ -23,9 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from hyper_parallel.compat.graph_nodes import append_call, set_meta
-from hyper_parallel.compat.symbolic_sizes import Substitution, another_symbol
-from hyper_parallel.graph.infer_values import inferred
+from hyper_parallel.compat.fx_graph import Substitution, another_symbol, append_call, set_meta
 from hyper_parallel.graph.ir import Even, Input, Size, StepGraph, Storage, Value
 from hyper_parallel.graph.period_pattern import (
     Counted,
@@ -42,9 +40,10 @@ from hyper_parallel.graph.period_pattern import (
     Unlike,
     Which,
     beside,
+    inferred,
     pattern_of,
 )
-from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.step_context import region_of
 
 _T = TypeVar("_T")
 _REFERENCES = frozenset({Same, Previous, Next})

@@ -13,14 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from hyper_parallel.compat.events import Clock
-from hyper_parallel.graph.collective_groups import is_collective, is_wait
+from hyper_parallel.compat.backend import Clock
 from hyper_parallel.graph.execute import Cache, Executable, Host, executable
-from hyper_parallel.graph.ir import StepGraph
+from hyper_parallel.graph.host_nodes import HOST
+from hyper_parallel.graph.ir import StepGraph, is_collective, is_wait, prefetch, slot_of, store, wait
 from hyper_parallel.graph.lower import Lowered, lowered
 from hyper_parallel.graph.memory_effects import begun
-from hyper_parallel.graph.suspension import HOST
-from hyper_parallel.graph.tier_ops import prefetch, slot_of, store, wait
 from hyper_parallel.trace import Span, Timeline, Trace
 
 

@@ -23,17 +23,22 @@ from typing import Any, Literal
 
 from torch import fx
 
-from hyper_parallel.compat.graph_nodes import copy_node
+from hyper_parallel.compat.fx_graph import copy_node
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph.collective_groups import is_collective
-from hyper_parallel.graph.dead_code import trim
 from hyper_parallel.graph.dependencies import later
-from hyper_parallel.graph.ir import StepGraph, Storage, Value, values_of
+from hyper_parallel.graph.host_nodes import HOST
+from hyper_parallel.graph.ir import StepGraph, Storage, Value, is_collective, values_of
 from hyper_parallel.graph.liveness import of_weights
-from hyper_parallel.graph.memory_effects import draws_random, effects, reads, storages_of, touched, writes
-from hyper_parallel.graph.phase import Phase
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.suspension import HOST
+from hyper_parallel.graph.memory_effects import (
+    draws_random,
+    effects,
+    reads,
+    storages_of,
+    touched,
+    trim,
+    writes,
+)
+from hyper_parallel.graph.step_context import Phase, region_of
 
 _EARLY = ("forward", "loss")
 

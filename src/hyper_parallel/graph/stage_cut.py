@@ -25,11 +25,11 @@ from torch import fx
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.costs import Pricer
-from hyper_parallel.graph.data_flow import data_sources
+from hyper_parallel.graph.dependencies import data_sources
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.ir import StepGraph
 from hyper_parallel.graph.partition import StageOf, label
-from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.trace import Collective
 
 NodeCost = Callable[[fx.Node], float]

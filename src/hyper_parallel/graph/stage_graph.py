@@ -17,8 +17,9 @@ from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.dependencies import dependencies
-from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.gradients import GRADIENT, sums_last
 from hyper_parallel.graph.graph_writer import GraphWriter
+from hyper_parallel.graph.host_nodes import HostPoint
 from hyper_parallel.graph.ir import StepGraph, values_of
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import (
@@ -30,9 +31,7 @@ from hyper_parallel.graph.partition import (
     label,
     summands,
 )
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.graph.shared_gradients import sums_last
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.step_context import region_of
 
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default

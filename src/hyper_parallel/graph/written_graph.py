@@ -23,11 +23,17 @@ import torch
 from safetensors import torch as safetensors
 from torch import fx
 
-from hyper_parallel.compat.graph_nodes import append_node, set_meta
-from hyper_parallel.compat.symbolic_sizes import SymbolReader, expression, is_symbolic, written
+from hyper_parallel.compat.fx_graph import (
+    SymbolReader,
+    append_node,
+    expression,
+    is_symbolic,
+    set_meta,
+    written,
+)
+from hyper_parallel.graph.artifacts import Unreadable, deflated, inflated, opened, sealed
 from hyper_parallel.graph.ir import CollectiveGroup, Even, Input, StepGraph, Storage, Value
-from hyper_parallel.graph.regions import Region
-from hyper_parallel.graph.sealed_data import Unreadable, deflated, inflated, opened, sealed
+from hyper_parallel.graph.step_context import Region
 
 _MAGIC = b"hyper_parallel step graph 2\n"
 _OPS = ("call_function", "placeholder", "get_attr", "output")

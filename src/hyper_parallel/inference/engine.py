@@ -6,7 +6,7 @@ and values go to pages through `PagedCache`, attention is `paged_attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.graph.step_context import current_step
-from hyper_parallel.inference import padded_experts, paged_attention
-from hyper_parallel.inference.answer_text import TextOf, before_stop, no_text
-from hyper_parallel.inference.blocked_products import blocked_products
+from hyper_parallel.inference import paged_attention
+from hyper_parallel.inference.blocked_products import (
+    PADDED,
+    blocked_products,
+    experts_by,
+    register_padded_experts,
+)
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.pages import rows_of
 from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
-from hyper_parallel.inference.open_run import OpenRun
-from hyper_parallel.inference.padded_experts import experts_by
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.ragged_pass import (
     BLOCK,
@@ -37,12 +39,10 @@ from hyper_parallel.inference.ragged_pass import (
     pass_rows,
     positions_of,
 )
-from hyper_parallel.inference.request import Completion, Request
-from hyper_parallel.inference.running import Running
+from hyper_parallel.inference.request import Completion, Request, Running, TextOf, before_stop, no_text
+from hyper_parallel.inference.sampler import Decide, decide
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
-from hyper_parallel.inference.workers.decide import Decide, decide
-from hyper_parallel.shard.loss.forward import parameters_of
-from hyper_parallel.shard.no_grad_forward import inference
+from hyper_parallel.shard.forward import inference, parameters_of
 from hyper_parallel.shard.sharded_model import is_sharded
 
 Fit = Callable[["Engine", Sequence[Request], Inference], Inference]
@@ -151,11 +151,11 @@ class Engine:
     def _generating(self, cache: PagedCache) -> Iterator[None]:
         """Inside, the model's attention is `paged_attention`, without gradients; afterwards it is as it was."""
         given = self.model.config._attn_implementation
-        padded = padded_experts.register()
+        padded = register_padded_experts()
         self.model.set_attn_implementation(self.attention)
         try:
             with (
-                experts_by(self.model, padded_experts.NAME) if padded else nullcontext(),
+                experts_by(self.model, PADDED) if padded else nullcontext(),
                 inference(self.model),
                 replace(current_step(), expert_rows=WIDE).installed(),
             ):
@@ -318,3 +318,38 @@ class Engine:
             except ExpandsKeys:
                 continue
         raise UnsupportedModelError("the model's attention does not read what its cache holds")
+
+
+class OpenRun:
+    """Made by `Engine.open_run`. Not for several threads at once."""
+
+    def __init__(self, scheduler: Scheduler, advance: Callable[[int], list[Running]]) -> None:
+        """`advance` computes as many passes as it is given, and gives the requests that ended."""
+        self._scheduler, self._advance = scheduler, advance
+
+    def __len__(self) -> int:
+        """Requests without a whole answer."""
+        return len(self._scheduler.waiting) + len(self._scheduler.running)
+
+    def submit(self, number: int, request: Request) -> None:
+        """Add a request, no longer than those for which memory was taken; `number` is its own in this run."""
+        self._scheduler.waiting.append((number, request))
+
+    def advance(self, passes: int) -> list[tuple[int, Completion]]:
+        """Compute `passes` passes, fewer where no request is left; the number and answer of each that ended."""
+        return [(one.number, one.answer) for one in self._advance(passes)]
+
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Give up some requests; the others go on."""
+        self._scheduler.cancel(numbers)
+
+    def withdraw(self) -> list[tuple[int, Request, list[int]]]:
+        """Give up all unfinished requests, which ends the run: the number of each, its request and the tokens of its
+        answer until now."""
+        found = [(one.number, one.request, list(one.answer.tokens)) for one in self._scheduler.running]
+        found += [
+            (number, one, list(one.ids[len(one.ids) - one.answered :]))
+            for number, one in self._scheduler.waiting
+        ]
+        self._scheduler.stop()
+        return found

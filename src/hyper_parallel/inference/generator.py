@@ -16,26 +16,22 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.generation_settings import stop_tokens
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.hub import Wanted, fetched_folder, parse, pinned
-from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.blocked_products import column_major
-from hyper_parallel.inference.budget.memory_budget import MemoryBudget
+from hyper_parallel.inference.context_parallel import ContextEngine
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_cache.report import CacheReport
-from hyper_parallel.inference.load_model import load, load_within
+from hyper_parallel.inference.kv_cache.page_pool import filled_keys
+from hyper_parallel.inference.kv_cache.tiers import CacheReport
+from hyper_parallel.inference.load_model import load, load_shards, load_within
+from hyper_parallel.inference.memory_budget import MemoryBudget
 from hyper_parallel.inference.model_support import check_length, check_model, longest_text, prove
-from hyper_parallel.inference.pinned_prompts import pinned_prompts
-from hyper_parallel.inference.prompt_ids import NO_TOKENS, prompt_ids
 from hyper_parallel.inference.ragged_pass import BLOCK
-from hyper_parallel.inference.request import Completion, Request, row_of
-from hyper_parallel.inference.weights.source import ModelSource
-from hyper_parallel.inference.workers.context_engine import ContextEngine
-from hyper_parallel.inference.workers.context_group import context_group, without_context
-from hyper_parallel.inference.workers.decide import DecideTogether
-from hyper_parallel.inference.workers.load_shards import load_shards
-from hyper_parallel.inference.workers.replica import Replica
+from hyper_parallel.inference.rank_groups import Agreement, Replica, context_group, without_context
+from hyper_parallel.inference.request import NO_TOKENS, Completion, Request, prompt_ids, row_of
+from hyper_parallel.inference.sampler import DecideTogether
+from hyper_parallel.inference.weights.tiers import ModelSource
 from hyper_parallel.shard.sharded_model import sharded
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.strategy.generation_memory import GenerationMemory
+from hyper_parallel.strategy.memory import GenerationMemory
 
 log = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -293,3 +289,33 @@ def _checked(strategy: Strategy | None) -> Strategy | None:
         except ValueError as error:
             raise ConfigError(f"strategy: {error}") from None
     return strategy
+
+
+# Pinned prompts: the pages that beginnings of prompts fill stay on the device, whatever else needs memory.
+#
+# A page is computed by the first request that begins with it, and is counted beside the pages that requests need
+# (`KVCacheSizes.pinned`), so that what is pinned takes no memory from them.
+
+
+@contextmanager
+def pinned_prompts(engine: Engine, requests: Sequence[Request], settings: Inference) -> Iterator[None]:
+    """Inside, the prompts of these requests are pinned. Raises ConfigError for one that fills no page, for pages that
+    are not shared, and for a budget that is too small."""
+    page, cache = engine.page, engine.cache
+    if not settings.prefix_cache:
+        raise ConfigError(
+            "pinned: inference.prefix_cache is false, and prompts share no pages then; leave it out"
+        )
+    if short := [len(one.ids) for one in requests if len(one.ids) < page]:
+        raise ConfigError(
+            f"pinned: {short[0]} tokens fill no page of {page} tokens; pin a longer beginning, or lower inference.page"
+        )
+    cache.check_idle()
+    keys = {key for one in requests for key in filled_keys(one.ids, page)}
+    cache.pin(keys)
+    try:
+        if engine.fit is not None:
+            engine.fit(engine, requests, settings)
+        yield
+    finally:
+        cache.unpin(keys)

@@ -1,4 +1,4 @@
-"""Which models generate through the engine: refusals by name, and a proof on the model itself.
+"""Models that generate through the engine: refusals by name, and a proof on the model itself.
 
 What a config says that paged attention cannot do is refused before anything runs. Whatever a config does not say is
 found by `prove`: the engine's logits for random prompts, in company, must be those of the model's own forward pass.
@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.compat import is_out_of_memory
+from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import HyperParallelError, UnsupportedModelError
+from hyper_parallel.inference.blocked_products import experts_by
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.padded_experts import experts_by
 from hyper_parallel.inference.ragged_pass import padded
 from hyper_parallel.inference.weights.away_weight import ReadElsewhere
-from hyper_parallel.shard.loss.forward import parameters_of
-from hyper_parallel.shard.no_grad_forward import inference
+from hyper_parallel.shard.forward import inference, parameters_of
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 
 log = logging.getLogger(__name__)
@@ -198,3 +199,22 @@ def _difference(own: Tensor, plain: Tensor, dtype: torch.dtype) -> str | None:
     if bool(far.isfinite()) and float(far) <= TOLERANCE.get(dtype, 1e-4):
         return None
     return f"{float(far):.2g} of the largest logit"
+
+
+def offered_engine(model: nn.Module, what: str, eos: frozenset[int]) -> Engine | None:
+    """An engine, proved on the model; None where it refuses the model on any rank. A collective of all ranks.
+
+    `what`: is done without the engine then, for the log.
+    """
+    found: Engine | None = None
+    try:
+        config = check_model(model)
+        found = Engine(model, Inference().page, layers=int(config.num_hidden_layers), eos=eos)
+        prove(found, config)
+    except UnsupportedModelError as error:
+        log.info("%s without the inference engine: %s", what, error)
+        found = None
+    refused = torch.tensor(float(found is None), device=next(model.parameters()).device)
+    if dist.is_initialized():
+        dist.all_reduce(refused)
+    return None if refused.item() else found

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_cache.page_allocator import Run
+from hyper_parallel.inference.kv_cache.page_pool import Run
 from hyper_parallel.inference.kv_cache.pages import rows_of
 
 if TYPE_CHECKING:
     from hyper_parallel.inference.kv_cache.paged_cache import PagedLayer
-    from hyper_parallel.inference.kv_cache.stream import Group
+    from hyper_parallel.inference.kv_cache.pages import Group
 
 BLOCK = 16
 """Rows of a matrix product on the host; a pass has at least as many."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.gradient_clipping import clip_to_norm
+from hyper_parallel.integration.local_optimizer import clip_to_norm
 from hyper_parallel.integration.parallel_run import ParallelRun
 
 

@@ -1,4 +1,4 @@
-"""A Trainer's batch for a parallelized model: shifted labels, document boundaries from positions.
+"""A Trainer's batch for a parallelized model: shifted labels, document boundaries, few lengths, and the last batch.
 
     labels of Rows at a position  =  the token after it        (a Trainer's labels are those of the position itself)
 
@@ -10,7 +10,8 @@ axes cannot divide are padded at the end with labels that bear no loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch import Tensor
 from torch.nn.functional import pad as padded
 
 from hyper_parallel.errors import IntegrationError
+from hyper_parallel.integration.parallel_run import ParallelRun
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.forward import several_documents
 from hyper_parallel.shard.loss import IGNORED
-from hyper_parallel.shard.packed_documents import several_documents
-from hyper_parallel.shard.row_length import length_multiple
+from hyper_parallel.shard.plan.plan import length_multiple
 
 _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask"})
 _OF_DOCUMENTS = frozenset(
@@ -137,3 +139,117 @@ def _lengthened(rows: Rows, pad: int, length: int) -> Rows:
     return Rows(
         padded(rows.input_ids, (0, more), value=pad), labels, positions, rows.several, rest, rows.length
     )
+
+
+# Few lengths of rows inside another trainer: plans are made for shapes, and rows of a trainer have many lengths.
+#
+# All ranks pad to the longest row of any of them, and further, to one of few lengths:
+#
+#     known length if one is at least n and at most 1.5 · n, else the next of 2^k and 1.5 · 2^k;
+#     once MOST lengths are known, the least of them that is at least n
+#
+# The first length is taken as it is: rows that are all of one length are not padded.
+
+MOST = 8
+"""Lengths from which on no shorter one is added."""
+
+
+class FewLengths:
+    """The lengths to which the ranks of a model have padded rows so far."""
+
+    def __init__(self, handle: ShardedModel, known: Sequence[int] = ()) -> None:
+        """`known`: lengths for which there are plans already."""
+        self._handle, self.known = handle, list(known)
+
+    def length(self, longest: int) -> int:
+        """To how many positions rows of at most `longest` are padded now, the same on every rank; a collective.
+
+        A multiple of what the axes can divide.
+        """
+        told = torch.tensor([longest], dtype=torch.int64, device=self._handle.device)
+        wanted = int(self._handle.over_all_ranks(told, "max"))
+        found = length_of(wanted, self.known, length_multiple(self._handle.plan))
+        if found not in self.known:
+            self.known.append(found)
+        return found
+
+
+def length_of(wanted: int, known: Sequence[int], multiple: int = 1) -> int:
+    """The module's rule, for `wanted` positions when these lengths are `known`; a multiple of `multiple`."""
+    rounded = -(-wanted // multiple) * multiple
+    fits = [length for length in known if length >= rounded]
+    if fits and (min(fits) <= 1.5 * rounded or len(known) >= MOST):
+        return min(fits)
+    if not known:
+        return rounded
+    power = 1 << (rounded - 1).bit_length()
+    step = power * 3 // 4 if rounded <= power * 3 // 4 else power
+    return -(-step // multiple) * multiple
+
+
+# The last batch of an epoch, which Accelerate fills up with rows that the epoch has had.
+#
+# One process has a short last batch. Over ranks every one gets as many rows as before, some of them a second time. In
+# training these are taken out; a rank that has no row of its own then keeps them, in a batch that does not count.
+
+log = logging.getLogger(__name__)
+_LABELS = ("labels", "shift_labels")
+
+
+class NoRows(dict[str, Any]):
+    """The batch of a rank that has no row of its own; its loss does not count."""
+
+
+def new_rows(state: Any, share: int, rows: int) -> int | None:
+    """How many of the `rows` that a share of the batch has were not there before; None where that is all.
+
+    `state`: Accelerate's GradientState, right after the batch was read.
+    """
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return None
+    return min(max(int(state.remainder) - share * rows, 0), rows)
+
+
+def shortened(batch: Mapping[str, Any], kept: int | None, rows: int) -> Mapping[str, Any]:
+    """A batch of `rows` rows without those that were there before."""
+    if kept is None or kept == rows:
+        return batch
+    if kept:
+        return {key: value[:kept] if _by_row(value, rows) else value for key, value in batch.items()}
+    masked = {key: torch.full_like(batch[key], IGNORED) for key in _LABELS if _bears_tokens(batch.get(key))}
+    return NoRows({**batch, **masked})
+
+
+def check_rows(batch: Mapping[str, Any], state: Any, rows: int, spread: ParallelRun) -> None:
+    """Raise IntegrationError where the last batch will have rows twice that cannot be told in it, or that would count
+    in the routers' auxiliary loss. For the first batch, not after an epoch."""
+    if state.remainder <= 0:
+        return
+    mend = "set dataloader_drop_last=True"
+    if not any(_by_row(value, rows) for value in batch.values()):
+        raise IntegrationError(
+            f"the last batch of an epoch has fewer rows than the ranks take together, and in this collator's batches, "
+            f"which do not have {rows} rows each, those that fill it up cannot be told; {mend}"
+        )
+    if spread.handle.balancing is not None and state.remainder <= (spread.data_ranks - 1) * rows:
+        raise IntegrationError(
+            "the last batch of an epoch has fewer rows than there are ranks to share them, and rows that fill it up "
+            f"would count in the routers' auxiliary loss; {mend}"
+        )
+
+
+def warn_of_stream(state: Any, *, drops: bool) -> None:
+    """Log that the last batch of a stream without a length may have rows twice: nobody counted them."""
+    if state.end_of_dataloader and state.remainder < 0 and not drops:
+        log.warning(
+            "the last batch before the stream began again may have rows a second time, to fill it up; set "
+            "dataloader_drop_last=True, or give the dataset a length"
+        )
+
+
+def _by_row(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == rows
+
+
+def _bears_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1 and not value.is_floating_point()

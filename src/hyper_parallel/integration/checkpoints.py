@@ -11,26 +11,31 @@ Of a model with adapters the trained parameters are saved, and the adapters' own
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.checkpoint import Piece, Ranks, Writer, folder_names, verify
-from hyper_parallel.checkpoint.merged_adapters import MODEL
+import torch.distributed as dist
+
+from hyper_parallel.checkpoint import Piece, Ranks, Writer, file_format, verify
+from hyper_parallel.checkpoint.adapters import MODEL
+from hyper_parallel.checkpoint.durable import explain, publish
+from hyper_parallel.checkpoint.file_format import LARGEST, seal, unseal
+from hyper_parallel.checkpoint.rank_agreement import Alone, agree
 from hyper_parallel.checkpoint.reader import Checkpoint
+from hyper_parallel.checkpoint.verify import file_damage
 from hyper_parallel.compat import fsdp
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.integration.manifest import manifest_damage
 from hyper_parallel.integration.optimizer_state import collect, restore
-from hyper_parallel.integration.rank_agreement import ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
 from hyper_parallel.train.checkpoint_state import model_names, model_shards
-from hyper_parallel.untrusted import open_within
+from hyper_parallel.untrusted import is_plain_name, open_within, read_bytes
 
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"
@@ -105,12 +110,12 @@ def load_optimizer(folder: Path, handle: ShardedModel, optimizer: Any) -> None:
 
 def holds_ours(folder: Path) -> bool:
     """Whether there is a checkpoint of ours in a Trainer's folder; not whether it is whole."""
-    return bool(folder_names.committed(folder))
+    return bool(file_format.committed(folder))
 
 
 def committed(folder: Path) -> Path:
     """Our newest checkpoint in a Trainer's folder. Raises CheckpointError if there is none."""
-    found = folder_names.committed(folder)
+    found = file_format.committed(folder)
     if not found:
         raise CheckpointError(
             f"{folder} holds no step-… folder, in which HyperParallel keeps weights and optimizer; it was half "
@@ -240,3 +245,89 @@ def _names(handle: ShardedModel) -> set[str]:
 
 def _adapted(handle: ShardedModel) -> bool:
     return without_adapters(handle.model) is not handle.model
+
+
+# Manifest of the files beside our checkpoint in a Trainer's `checkpoint-N`: sizes and digests.
+#
+# The Trainer writes its small files before and after ours, so that none of ours can have their digests. The manifest is
+# written when all but the Trainer's last file are there, and replaced by one that has that file too. It is a sealed
+# file (`checkpoint.file_format`). A folder without one was saved by an earlier release, or its owner has changed a file
+# on purpose and removed it.
+
+MANIFEST = "verified.json"
+_FORMAT = "hyper-parallel manifest"
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of what is in `folder` now, but for our checkpoint, which has its own. Raises OSError."""
+    ours = {str(name) for name in file_format.committed(folder)}
+    files: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        regular = path.is_file() and not path.is_symlink() and all(map(is_plain_name, name.parts))
+        if regular and name.parts[0] not in ours and str(name) != MANIFEST:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                files[name.as_posix()] = {"bytes": file.tell(), "sha256": digest}
+    publish(folder / MANIFEST, seal({"format": _FORMAT, "files": files}))
+
+
+def manifest_damage(folder: Path) -> str | None:
+    """What is wrong with the files that the manifest has, in words; None if nothing is, or if there is no manifest."""
+    try:
+        body = unseal(read_bytes(open_within(folder, MANIFEST), LARGEST))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{MANIFEST}: cannot be read: {error.strerror}"
+    except ValueError as error:
+        return f"{MANIFEST}: {error}"
+    files = body.get("files")
+    if body.get("format") != _FORMAT or not isinstance(files, dict):
+        return f"{MANIFEST}: it is no manifest"
+    for name, written in files.items():
+        sized = isinstance(written, dict) and isinstance(written.get("bytes"), int)
+        if not sized or not isinstance(written.get("sha256"), str):
+            return f"{MANIFEST}: {name!r} has no size or no digest"
+        if (reason := file_damage(folder, name, written)) is not None:
+            return f"{reason} (if you changed it yourself, remove {MANIFEST})"
+    return None
+
+
+class Everyone:
+    """All ranks of the default group, which may carry tensors of an accelerator only (Accelerate's NCCL)."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, text: str) -> list[str]:
+        """The text of every rank, in rank order."""
+        found: list[str] = [""] * self.world
+        dist.all_gather_object(found, text)
+        return found
+
+
+def ranks_of(handle: ShardedModel) -> Ranks:
+    """The ranks that a model is spread over, as this one sees them."""
+    return Everyone() if handle.world > 1 else Alone()
+
+
+@contextlib.contextmanager
+def together(ranks: Ranks, path: Path, action: str = "write") -> Iterator[None]:
+    """What goes wrong inside on one rank is raised on all, so that none waits for it in a collective.
+
+    Raises CheckpointError for what the file system refuses and on the ranks where nothing went wrong; else what was
+    raised inside. All ranks call this at the same point, and none communicates inside.
+    """
+    try:
+        yield
+    except OSError as problem:
+        agree(ranks, explain(problem, path, action))
+    except CheckpointError as problem:
+        agree(ranks, problem)
+    except Exception as problem:
+        with contextlib.suppress(CheckpointError):
+            agree(ranks, CheckpointError(f"{path}: {type(problem).__name__}: {problem}"))
+        raise
+    else:
+        agree(ranks, None)

@@ -22,14 +22,11 @@ from transformers import GenerationConfig
 
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.answer_text import no_text
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.model_support import check_length
-from hyper_parallel.inference.offered_engine import offered_engine
-from hyper_parallel.inference.request import Request
-from hyper_parallel.inference.running import Running
-from hyper_parallel.inference.workers.decide import Decide, DecideTogether, Decision, decide
-from hyper_parallel.inference.workers.replica import Replica
+from hyper_parallel.inference.model_support import check_length, offered_engine
+from hyper_parallel.inference.rank_groups import Replica
+from hyper_parallel.inference.request import Request, Running, no_text
+from hyper_parallel.inference.sampler import Decide, DecideTogether, Decision, decide
 from hyper_parallel.integration.parallel_run import ParallelRun
 
 log = logging.getLogger(__name__)

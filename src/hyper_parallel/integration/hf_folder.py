@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.checkpoint.merged_adapters import MODEL
+from hyper_parallel.checkpoint.adapters import MODEL
 from hyper_parallel.checkpoint.shard import dtype_name
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.hf_conversions import blank_model
-from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.compat.memory import present
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.integration.rank_agreement import ranks_of, together
+from hyper_parallel.integration.checkpoints import ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.folder_weights import FolderWeights
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
-from hyper_parallel.shard.pipeline_place import PipelinePlace
+from hyper_parallel.shard.process_mesh import PipelinePlace
+from hyper_parallel.shard.reshard import fill_piece
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder
-from hyper_parallel.shard.whole_tensors import fill_piece
 from hyper_parallel.train.checkpoint_state import model_names, model_shards
 
 ADAPTERS = "adapter_model.safetensors"

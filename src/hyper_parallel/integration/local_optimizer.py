@@ -1,4 +1,4 @@
-"""Optimizers on local shards: twin tensors that share the parameters' memory.
+"""Optimizers on local shards: twin tensors that share the parameters' memory; clipping by the whole gradient's norm.
 
 An optimizer whose update is elementwise,
 
@@ -12,6 +12,7 @@ just before a step and lose them right after it. The optimizer's state is then l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -237,3 +238,16 @@ def _refuse(optimizer: Optimizer, twins: list[Twin]) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_to_norm(handle: ShardedModel, max_norm: float, norm_type: float) -> Tensor:
+    """The 2-norm of the whole gradient, fp32 [], before it is clipped to `max_norm`; an infinite one clips nothing.
+
+    A collective. Raises IntegrationError for a norm other than the 2-norm.
+    """
+    if norm_type != 2:
+        raise IntegrationError(f"gradients are clipped by their 2-norm; got norm_type={norm_type}")
+    norm = handle.grad_norm()
+    if math.isfinite(max_norm):
+        handle.clip(norm, max_norm)
+    return norm

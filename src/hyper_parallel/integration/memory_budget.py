@@ -15,7 +15,7 @@ from typing import Any
 from hyper_parallel.errors import BudgetError, IntegrationError
 from hyper_parallel.integration.parallel_run import ParallelRun
 from hyper_parallel.offloading.autograd import Swap, offload
-from hyper_parallel.offloading.autograd.rank_agreement import agreed
+from hyper_parallel.offloading.autograd.parallel_context import agreed
 from hyper_parallel.proc import MEMORY, bytes_in
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.strategy import Memory, Strategy

@@ -25,11 +25,9 @@ from hyper_parallel.checkpoint.rank_agreement import agree
 from hyper_parallel.checkpoint.shard import dtype_name
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.integration import checkpoints
-from hyper_parallel.integration.checkpoints import SCHEDULER
+from hyper_parallel.integration.checkpoints import MANIFEST, SCHEDULER, ranks_of, together, write_manifest
 from hyper_parallel.integration.hf_folder import read_folder, write_folder
-from hyper_parallel.integration.manifest import MANIFEST, write_manifest
 from hyper_parallel.integration.parallel_run import ParallelRun
-from hyper_parallel.integration.rank_agreement import ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.lora_adapters import without_adapters
 

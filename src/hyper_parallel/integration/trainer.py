@@ -22,33 +22,35 @@ from torch import Tensor, nn
 
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.accelerate import SpreadAccelerator
-from hyper_parallel.integration.batch_rows import shifted
-from hyper_parallel.integration.causal_models import has_next_token_loss, parameters_that_count
-from hyper_parallel.integration.engine_generate import EngineGenerate
-from hyper_parallel.integration.few_lengths import FewLengths
-from hyper_parallel.integration.last_rows import (
+from hyper_parallel.integration.batch_rows import (
+    FewLengths,
     NoRows,
     check_rows,
     new_rows,
+    shifted,
     shortened,
     warn_of_stream,
 )
+from hyper_parallel.integration.engine_generate import EngineGenerate
 from hyper_parallel.integration.local_optimizer import on_local
 from hyper_parallel.integration.memory_budget import Budget, check_budget, has_budget, under_budget
-from hyper_parallel.integration.overrides import check_overrides, owner_of
 from hyper_parallel.integration.parallel_run import Given, ParallelRun, read, strategy_of, world_size
 from hyper_parallel.integration.trainer_arguments import (
     adjusted,
     check_arguments,
     check_model,
+    check_overrides,
     check_strategy,
     check_trainer,
+    has_next_token_loss,
+    owner_of,
+    parameters_that_count,
 )
-from hyper_parallel.integration.trainer_evaluation import SpreadEvaluation
+from hyper_parallel.integration.trainer_losses import SpreadEvaluation
 from hyper_parallel.integration.trainer_pipeline import TrainerPipeline, check_pipeline_arguments
 from hyper_parallel.offloading.autograd import Swap
+from hyper_parallel.shard.forward import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
-from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.strategy import Strategy
 
 _LOOKED_AT = 256

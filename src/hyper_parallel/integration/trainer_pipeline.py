@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.batch_rows import rows_of
-from hyper_parallel.integration.broadcast_values import as_on_rank_0
-from hyper_parallel.integration.few_lengths import FewLengths
+from hyper_parallel.integration.batch_rows import FewLengths, rows_of
 from hyper_parallel.integration.parallel_run import check_world, world_size
-from hyper_parallel.integration.streamed_sharding import streamed
+from hyper_parallel.integration.streamed_sharding import as_on_rank_0, streamed
 from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.shard.plan import make_plan
-from hyper_parallel.shard.row_length import length_multiple
+from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.step.pipeline import Pipeline
 from hyper_parallel.step.pipeline_build import Losses
 from hyper_parallel.step.pipeline_plan import MicroBatchShape

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from hyper_parallel._version import __version__
 from hyper_parallel.errors import ConfigError, HyperParallelError
-from hyper_parallel.launch import launcher_env, logs, rendezvous
+from hyper_parallel.launch import logs, rendezvous
 from hyper_parallel.proc import MEMORY, bytes_in
 from hyper_parallel.units import format_bytes
 
@@ -293,7 +293,7 @@ def _meet() -> int:
 
 def _launcher(warnings: list[dict[str, str]]) -> dict[str, Any]:
     try:
-        found = launcher_env.detect(os.environ, "127.0.0.1:0")
+        found = rendezvous.detect(os.environ, "127.0.0.1:0")
     except HyperParallelError as error:
         _warn(warnings, str(error), "or unset the launcher's variables to start local workers")
         return {"seen": "one that does not say where workers meet"}

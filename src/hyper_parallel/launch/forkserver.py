@@ -21,9 +21,9 @@ from multiprocessing.reduction import send_handle
 from socket import socket
 from typing import Any
 
-from hyper_parallel.config.launched import Launched
+from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch.launcher_env import WorkerPlace
+from hyper_parallel.launch.rendezvous import WorkerPlace
 from hyper_parallel.launch.stop import SAVE, STOPS
 
 _BOOT = (

@@ -1,4 +1,4 @@
-"""A rank's heartbeat: its step, its operation and its progress.
+"""Heartbeats of a rank: its step, operation and progress; and its position in shared memory, which survives it.
 
 The control thread sends two per second, whatever the main thread does. A stopped process sends none; one that hangs
 keeps sending the same. `launch.watchdog` determines from the heartbeats of all ranks which one stopped first.
@@ -7,8 +7,11 @@ keeps sending the same. `launch.watchdog` determines from the heartbeats of all 
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -17,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
-
-from hyper_parallel.launch.position_board import Slot, encoded
 
 BEAT_S = 0.5
 """Seconds between heartbeats."""
@@ -54,7 +55,7 @@ class Beat:
 
 
 class Position(Protocol):
-    """A place in a schedule of instructions (`runtime.positions`)."""
+    """A place in a schedule of instructions (`runtime.graph_interpreter`)."""
 
     @property
     def text(self) -> str:
@@ -211,3 +212,70 @@ def _in_collective(frame: FrameType | None, name: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# Shared memory in which workers write the instruction that they run, for the command to read when one has died.
+#
+# A heartbeat is up to half a second old, and a killed process sends none. What it wrote to memory that the command also
+# maps survives. Each worker has one slot: the step and the text of the instruction.
+
+_STEP = 8
+"""Bytes of the step's number."""
+_TEXT = 248
+"""Bytes of the text of an instruction; a longer one is cut."""
+_SLOT = _STEP + _TEXT
+_NONE = bytes(_TEXT)
+
+
+def encoded(text: str) -> bytes:
+    """The text as a slot holds it."""
+    return text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+
+
+class PositionBoard:
+    """Slots of the workers of one machine, over the descriptor of the memory."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
+
+    @classmethod
+    def create(cls, slots: int) -> PositionBoard:
+        """New memory, which no file system shows."""
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("hyper-parallel-positions")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, slots * _SLOT)
+        return cls(descriptor)
+
+    def read(self, slot: int) -> tuple[int, str]:
+        """The step, and the instruction that its worker is in, or died in; empty outside of a schedule."""
+        held = bytes(self._memory[slot * _SLOT : (slot + 1) * _SLOT])
+        text = held[_STEP:].rstrip(b"\0").decode(errors="ignore")
+        return int.from_bytes(held[:_STEP], "little"), text
+
+    def slot(self, index: int) -> Slot:
+        """The slot that a worker writes."""
+        return Slot(self._memory[index * _SLOT : (index + 1) * _SLOT])
+
+    def close(self) -> None:
+        """The command has read what it wanted."""
+        os.close(self.descriptor)
+
+
+class Slot:
+    """One worker's part of the board."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self.text = memory, memory[_STEP:]
+        """Assign what `encoded` gives to all of `text`."""
+
+    def begin(self, step: int) -> None:
+        """A schedule begins in this step, counted from 1."""
+        self._memory[:_STEP] = step.to_bytes(_STEP, "little")
+
+    def clear(self) -> None:
+        """The schedule has ended."""
+        self.text[:] = _NONE

@@ -17,6 +17,7 @@ still reaches it (a service manager and Slurm signal every process of a job) is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -32,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.launch import stop
-from hyper_parallel.launch.parent_death import die_with
 
 PRELOAD = (
     "torch",
@@ -174,9 +174,8 @@ def _work(job: _Job, index: int) -> int:
     from hyper_parallel.launch import logs
     from hyper_parallel.launch.control import CommandLink, ControlThread
     from hyper_parallel.launch.failure import Failure
-    from hyper_parallel.launch.heartbeat import pulse
-    from hyper_parallel.launch.launcher_env import WorkerPlace
-    from hyper_parallel.launch.position_board import PositionBoard
+    from hyper_parallel.launch.heartbeat import PositionBoard, pulse
+    from hyper_parallel.launch.rendezvous import WorkerPlace
     from hyper_parallel.launch.worker import work
 
     place = WorkerPlace(**job.message["places"][index])
@@ -207,3 +206,17 @@ def _work(job: _Job, index: int) -> int:
         code = work(place, config, job.message["target"], report, listener, calls=calls)
         atexit._run_exitfuncs()  # trackers flush what they hold
         return code
+
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel send this process SIGKILL when `parent`, its parent's process id, ends (Linux only).
+
+    Elsewhere the processes notice by the closed pipe. Exits at once when the parent has gone already.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

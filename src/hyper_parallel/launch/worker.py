@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.config.launched import Launched
+from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch import membership, rendezvous, same_run, stop
+from hyper_parallel.launch import admission, rendezvous, stop
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.heartbeat import pulse
-from hyper_parallel.launch.launcher_env import WorkerPlace
-from hyper_parallel.launch.world import wrong_world
+from hyper_parallel.launch.rendezvous import WorkerPlace, wrong_world
 
 if TYPE_CHECKING:
     import torch
@@ -160,12 +159,12 @@ def _prepared(place: WorkerPlace, config: Launched, calls: socket.socket | None)
 
 def _admitted(place: WorkerPlace, config: Launched, timeout: timedelta, store: Store) -> Store:
     """The workers' shared store, once this worker has proved its membership and that it runs what the others run."""
-    token = membership.token_of(config.launch)
+    token = admission.token_of(config.launch)
     if place.rank == 0:
         _say_who_can_reach(place, token is not None)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = membership.admitted(store, place.rank, place.world, token, timeout, attempt)
-    same_run.agree(store, place, config, timeout, attempt)
+    store = admission.admitted(store, place.rank, place.world, token, timeout, attempt)
+    admission.agree(store, place, config, timeout, attempt)
     if place.launcher != "local" and (reason := wrong_world(config, place)) is not None:
         raise LaunchError(reason)
     return store
@@ -175,7 +174,7 @@ def _begin(place: WorkerPlace, worker: Worker, store: Store) -> None:
     """Make the default process group."""
     import torch.distributed as dist
 
-    from hyper_parallel.compat.known_groups import collectives_begun
+    from hyper_parallel.compat.process_groups import collectives_begun
 
     dist.init_process_group(
         worker.backend.process_group, store=store, rank=place.rank, world_size=place.world, timeout=LIMIT

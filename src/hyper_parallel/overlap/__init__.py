@@ -4,7 +4,6 @@
 """
 
 from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline, layered
-from hyper_parallel.overlap.order_search import Tried
-from hyper_parallel.overlap.overlap_pass import Overlap, Overlapped, overlap
+from hyper_parallel.overlap.order_search import Overlap, Overlapped, Tried, overlap
 
 __all__ = ["FsdpBaseline", "Overlap", "Overlapped", "Tried", "layered", "overlap"]

@@ -29,14 +29,14 @@ import torch
 from torch import fx
 
 from hyper_parallel.graph import StepGraph, values_of
-from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
+from hyper_parallel.graph.ir import group_of, is_collective, is_wait
 from hyper_parallel.graph.liveness import of_weights
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.pass_manager import SCHEDULE
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.overlap.graph_writer import GraphWriter
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.overlap.node_patterns import (
     RESHAPES,
+    GraphWriter,
     column_sources,
     contiguous_strides,
     is_contiguous,

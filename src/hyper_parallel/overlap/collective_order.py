@@ -13,11 +13,10 @@ from torch import fx
 
 from hyper_parallel.cluster import MEASURED, Cluster
 from hyper_parallel.graph import Pass, StepGraph, is_collective
-from hyper_parallel.graph.collective_groups import group_of
-from hyper_parallel.graph.ir import values_of
+from hyper_parallel.graph.ir import group_of, values_of
 from hyper_parallel.overlap.fsdp_baseline_schedule import layered
-from hyper_parallel.overlap.overlap_pass import Overlap
-from hyper_parallel.shard.placement import planning_cluster
+from hyper_parallel.overlap.order_search import Overlap
+from hyper_parallel.shard.process_mesh import planning_cluster
 from hyper_parallel.strategy import Strategy
 
 DIGEST = 8

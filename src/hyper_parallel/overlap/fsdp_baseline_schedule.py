@@ -15,14 +15,12 @@ import itertools
 from torch import fx
 
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.collective_groups import group_name, is_collective, is_wait
 from hyper_parallel.graph.dependencies import dependencies, reorder
+from hyper_parallel.graph.ir import group_name, is_collective, is_wait
 from hyper_parallel.graph.memory_effects import begun
 from hyper_parallel.graph.pass_manager import SCHEDULE, Rewrite
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.overlap.buckets import Buckets
-from hyper_parallel.overlap.parameter_collectives import reductions, runs
-from hyper_parallel.overlap.priority_order import priority_order
+from hyper_parallel.graph.step_context import region_of
+from hyper_parallel.overlap.buckets import Buckets, priority_order, reductions, runs
 
 
 class FsdpBaseline:

@@ -10,20 +10,21 @@ A lane is a micro-batch. Clipping and the optimizer, which are of none, have a l
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.graph import StepGraph, lifetimes
-from hyper_parallel.graph.collective_groups import is_collective, is_wait
+from hyper_parallel.graph import Input, StepGraph, lifetimes, values_of
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.dependencies import dependencies
-from hyper_parallel.graph.liveness import Lifetime
+from hyper_parallel.graph.ir import is_collective, is_wait
+from hyper_parallel.graph.liveness import Lifetime, of_weights
 from hyper_parallel.graph.memory_effects import begun, storages_of
-from hyper_parallel.graph.regions import region_of
-from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job
+from hyper_parallel.graph.step_context import Phase, region_of
+from hyper_parallel.overlap.chunked_matmul import KINDS, WHOLE, Chunked, Chunks, patterns
+from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job, arrange
 from hyper_parallel.trace import Collective
 from hyper_parallel.workload.work import Work
 
@@ -166,3 +167,101 @@ def _memory(
         held = {storage for storage in held | made if storage in own and own[storage].died < len(nodes)}
         uses.append(tuple(sorted(held)))
     return makes, uses
+
+
+# Layer window: a few layers as a step of their own, for fast trials.
+#
+# What comes from elsewhere comes from outside, and is there. The layers are taken from the middle, where a step has
+# most of them and each is like the next one. The two passes are looked at one by one: nothing would hold them apart.
+
+
+def excerpt(step: StepGraph, layers: int, phase: Phase) -> StepGraph:
+    """One pass through so many layers of a step; through all where it has no more."""
+    nodes = list(step.nodes)
+    order: dict[str, None] = {}
+    for node in nodes:
+        if region_of(node).phase == "forward" and region_of(node).layer:
+            order.setdefault(region_of(node).layer)
+    names = list(order)
+    first = max(0, (len(names) - layers + 1) // 2)
+    chosen = set(names[first : first + layers])
+    weights = of_weights(step, nodes)
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    inputs: list[Input] = []
+    kinds = {node: entry.kind for entry, node in zip(step.inputs, step.placeholders, strict=True)}
+    kept = [node for node in nodes if region_of(node).layer in chosen and region_of(node).phase == phase]
+    inside = set(kept)
+    for node in kept:
+        for source in node.all_input_nodes:
+            if source in inside or source in new:
+                continue
+            if source.op == "get_attr":
+                new[source] = graph.get_attr(str(source.target))
+            else:
+                new[source] = graph.placeholder(source.name)
+                lasting = kinds.get(source) == "parameter" or any(
+                    value.storage in weights for value in values_of(source)
+                )
+                inputs.append(Input(source.name, "parameter" if lasting else "input"))
+            new[source].meta = dict(source.meta)
+    for node in kept:
+        new[node] = graph.node_copy(node, lambda source: new[source])
+        new[node].meta = dict(node.meta)
+    graph.output(())
+    sizes = {symbol: new[node] for symbol, node in step.sizes.items() if node in new}
+    return StepGraph(
+        graph,
+        inputs,
+        [],
+        list(step.storages),
+        dict(step.constants),
+        {},
+        sizes,
+        dict(step.even),
+        step.balanced,
+        step.groups,
+    )
+
+
+_LAYERS = 2
+_COUNTS = (2, 4, 8)
+_PAYS = 0.995
+"""Of the time of the layers, what must be left at most: less gained than that is noise of the model."""
+
+
+def chunks_for(
+    step: StepGraph, prices: Prices, sizes: Mapping[Any, int], together: int, window: float
+) -> Chunks:
+    """The pieces that pay, as far as a few layers tell; `together` and `window` as of `arrange`."""
+    return Chunks(
+        _best(excerpt(step, _LAYERS, "forward"), prices, sizes, together, window),
+        _best(excerpt(step, _LAYERS, "backward"), prices, sizes, together, window),
+    )
+
+
+def _best(
+    step: StepGraph,
+    prices: Prices,
+    sizes: Mapping[Any, int],
+    together: int,
+    window: float,
+) -> Chunked:
+    def seconds(pieces: Chunked) -> float:
+        made = Chunks(pieces, pieces)(step) if pieces != WHOLE else step
+        jobs = jobs_of(Priced.of(made, sizes), prices).jobs
+        return arrange(jobs, window=window, together=together, slowdown=prices.slowdown).seconds
+
+    there = {found.kind for found in patterns(step)}
+    best, least = WHOLE, seconds(WHOLE)
+    for kind in KINDS:
+        if kind not in there:
+            continue
+        for count in _COUNTS:
+            pieces = replace(best, **{kind: count})
+            taken = seconds(pieces)
+            if taken >= least * _PAYS:
+                # Where fewer pieces do not pay, more of them cost more calls.
+                break
+            best, least = pieces, taken
+    return best

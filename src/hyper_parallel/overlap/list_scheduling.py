@@ -36,7 +36,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.simulator.queue_clock import QueueClock
+from hyper_parallel.simulator.host_queue import QueueClock
 from hyper_parallel.trace.live_bytes import LiveBytes
 
 COMPUTE = "compute"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.collective_groups import group_of, is_collective, is_wait
+from hyper_parallel.graph.ir import group_of, is_collective, is_wait
 from hyper_parallel.graph.memory_effects import begun
 from hyper_parallel.overlap.list_scheduling import COMPUTE, FREE, Job, arrange, replayed
 

@@ -1,18 +1,22 @@
 """Numbers that are fitted on published runs, each with its unit, its meaning and the value it is drawn to.
 
-They belong to no model, source or row. `fit.solve` finds them on the runs of some sources and `fit.judge` holds them
+They belong to no model, source or row. `fit.cross_validation` finds them on the runs of some sources and holds them
 against the others; `constants.json` beside this file has the outcome over all of them. What a maker publishes, or
-`hyper-parallel calibrate` measures, is in `cluster` and never here.
+`hyper-parallel calibrate` measures, is in `cluster` and never here. `constants_for` puts the rates of a cluster's links
+in their place for the profile whose collectives `simulate` prices.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner.columns import Profile
 
 FITTED = Path(__file__).with_name("constants.json")
 
@@ -121,3 +125,29 @@ class Constants:
 def fitted() -> Constants:
     """Those that were fitted on all published runs."""
     return Constants.of(json.loads(FITTED.read_text())["constants"])
+
+
+# Constants of links as a cluster states them, for the profile whose collectives `simulate` orders and prices.
+#
+# The shares of the bandwidth that collectives reach, and what more nodes take from the network, are fitted on published
+# runs of other frameworks, with whatever those left unhidden. `simulate` prices the collectives of `train` alone on
+# their links (`cluster.Link.reached`), so that an estimate with other rates would choose another strategy than it:
+#
+#     inside = efficiency of the node's links, across = of the network's, crowding = 0                `constants_for`
+#
+# Where links of a supernode reach another share than a node's, the lower one holds for both. Latencies stay as fitted.
+
+_NOTHING = 1e-6
+"""A constant is positive."""
+
+
+def constants_for(profile: Profile, cluster: Cluster) -> Constants:
+    """The fitted constants; for what `train` runs, with the rates of the cluster's links."""
+    known, links = fitted(), cluster.links
+    if not profile.ordered:
+        return known
+    inner = [links[level].efficiency for level in ("node", "supernode") if level in links]
+    outer = links.get("network")
+    # A level that a cluster lacks is joined by no group, and repeats the next one (`table.of_cluster`).
+    inside = min(inner) if inner else outer.efficiency if outer else known.inside
+    return replace(known, inside=inside, across=outer.efficiency if outer else inside, crowding=_NOTHING)

@@ -7,19 +7,227 @@ make the step quicker but does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.planner import format
+from hyper_parallel.planner.columns import CODES, Array, Columns
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.format import AXES
 from hyper_parallel.planner.metrics import Figures, figures
-from hyper_parallel.planner.neighbors import Neighbour, neighbours
-from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.table import Table
+from hyper_parallel.planner.query import SHARES, Question
+from hyper_parallel.planner.space import ON_HOST, StrategySpace
+from hyper_parallel.planner.table import SPREAD, Table
 from hyper_parallel.report.sheets import Sheet
 from hyper_parallel.units import format_bytes, format_duration
+
+# Neighbours of a strategy: the cost of each single change.
+#
+# An axis gets longer by a prime factor of the number of devices, and the axis shorter that pays for it: of all partners
+# the one with which the step is quickest is shown. Only what is legal in the question's space is looked at. Settings
+# that a change takes the ground from (a schedule without a pipeline, ZeRO without ranks to share with) follow it, and
+# where several would do, those nearest to the strategy do.
+
+DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
+"""Axes whose product is the number of devices."""
+
+FOLLOWERS = ("zero", "sequence_parallel", "method", "schedule", "virtual")
+"""Settings that lose their ground, or get one, when an axis becomes 1 or more than 1."""
+
+SETTINGS: tuple[tuple[str, ...], ...] = (
+    ("expert",),
+    ("micro",),
+    ("zero",),
+    ("sequence_parallel",),
+    ("method",),
+    ("schedule", "virtual"),
+    ("recompute", "recomputed"),
+    ("state_on_host",),
+    ("activations_on_host",),
+    ("weights_on_host",),
+    ("order",),
+)
+"""The groups of settings, beside degrees, that one change may vary."""
+
+PLAIN = ("micro", "zero", "sequence_parallel", "method")
+"""Settings whose change is written as `name old → new`."""
+TOLD: Mapping[Callable[[format.Strategy], str], tuple[str, ...]] = {
+    format.schedule: ("schedule", "virtual"),
+    format.recompute: ("recompute", "recomputed"),
+}
+"""Settings whose change is written together, by the function that formats them."""
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A strategy that differs in one respect."""
+
+    change: str
+    """`tensor_x 8 → 4, shard 32 → 64`"""
+    figures: Figures
+
+
+def neighbours(row: Table, question: Question, constants: Constants) -> list[Neighbour]:
+    """All of a strategy's neighbours, the quickest first, whether or not they fit. `row` is one row."""
+    own = {name: float(getattr(row, name)[0]) for name in SPREAD}
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for names, columns in _groups_of_changes(own, question):
+        seconds = _seconds(row, columns, constants)
+        best: dict[tuple[str, ...], tuple[float, float, int]] = {}
+        for index, seen in enumerate(seconds):
+            changed = _changed(own, {name: float(column[index]) for name, column in columns.items()}, names)
+            if changed is None:
+                continue
+            directions, others = changed
+            rank = (others, float(seen), index)
+            for direction in directions:
+                if direction not in best or rank < best[direction]:
+                    best[direction] = rank
+        for direction, (_, _, index) in best.items():
+            found[direction] = {name: float(column[index]) for name, column in columns.items()}
+    if not found:
+        return []
+    rows = list(found.values())
+    table = row.replaced(**{name: np.array([one[name] for one in rows]) for name in SPREAD})
+    before = figures(row, estimate(row, constants))[0]
+    made: dict[str, Neighbour] = {}
+    for one in figures(table, estimate(table, constants)):
+        change = _words(before, one)
+        made[change] = Neighbour(change, one)
+    return sorted(made.values(), key=lambda one: (one.figures.seconds, one.change))
+
+
+def _groups_of_changes(
+    own: dict[str, float], question: Question
+) -> Iterator[tuple[tuple[str, ...], Columns]]:
+    """Groups of columns that are changed together, with all legal rows in which only they differ, or what follows."""
+    for factor in _primes(question.devices):
+        near = {name: (own[name] / factor, own[name], own[name] * factor) for name in DEGREES}
+        follow = {
+            "zero": (0, 1, own["zero"]),
+            "sequence_parallel": (0, 1),
+            "method": range(len(CODES["method"])),
+            "schedule": (0, own["schedule"]),
+            "virtual": (1, own["virtual"]),
+        }
+        yield DEGREES, _legal(own, question, {**near, **follow})
+    stays = "host" not in question.cluster.links
+    for names in SETTINGS:
+        if stays and names[0] in format.ON_HOST:
+            continue
+        values: dict[str, Iterable[float]] = {}
+        for name in names:
+            codes = CODES.get(name)
+            if codes is not None:
+                values[name] = range(len(codes))
+            elif name == "zero":
+                values[name] = range(4)
+            elif name == "sequence_parallel":
+                values[name] = (0, 1)
+            elif name == "recomputed":
+                # A whole number of the longest stage's layers: all, and one more or less than now.
+                stage = math.ceil(question.workload.shape.layers / own["pipeline"])
+                now = round(own[name] * stage)
+                values[name] = [
+                    layers / stage for layers in (now - 1, now + 1, stage) if 1 <= layers <= stage
+                ]
+            elif name in format.ON_HOST:
+                # The next share to either side.
+                below, above = (
+                    [one for one in ON_HOST if one < own[name]],
+                    [one for one in ON_HOST if one > own[name]],
+                )
+                values[name] = (own[name], *below[-1:], *above[:1])
+            else:
+                values[name] = (own[name] / 2, own[name], own[name] * 2)
+        yield names, _legal(own, question, values)
+
+
+def _legal(own: dict[str, float], question: Question, values: dict[str, Iterable[float]]) -> Columns:
+    """All legal rows with columns as `own` has them, or as `values` allows and the question does."""
+    fix: dict[str, Sequence[float]] = {}
+    for name in SPREAD:
+        allowed = question.allowed(name)
+        some = {float(value) for value in values.get(name, (own[name],)) if _whole(name, value)}
+        fix[name] = sorted(some if allowed is None else some & set(allowed)) or [own[name]]
+    space = StrategySpace(replace(question, fix=fix))
+    rows, _ = space.micro.expand(space.degrees())
+    for level in (space.splits, space.orders, space.schedules):
+        rows, _ = level.expand(rows)
+    parts = [part for part in space.kept(rows) if part["micro"].size]
+    if not parts:
+        return {name: np.zeros(0) for name in SPREAD}
+    return {name: np.concatenate([part[name] for part in parts]) for name in SPREAD}
+
+
+def _whole(name: str, value: float) -> bool:
+    return name in SHARES or (
+        float(value).is_integer() and (value >= 1 or name in CODES or name in FOLLOWERS)
+    )
+
+
+def _seconds(row: Table, columns: Columns, constants: Constants) -> Array:
+    """Of each row's step."""
+    n = columns["micro"].size
+    if not n:
+        return np.zeros(0)
+    return np.broadcast_to(estimate(row.replaced(**columns), constants).seconds, n)
+
+
+def _changed(
+    own: dict[str, float], other: dict[str, float], names: tuple[str, ...]
+) -> tuple[list[tuple[str, ...]], int] | None:
+    """Which changes a row is, and in how many columns beside them; None where it is none, or more than one."""
+    differs = [name for name in SPREAD if other[name] != own[name]]
+    within = [name for name in differs if name in names]
+    if not within:
+        return None
+    if names == DEGREES:
+        if len(within) != 2:
+            return None
+        # The partner is free: one neighbour for each axis that grows, and one for each that shrinks.
+        directions = [("longer" if other[name] > own[name] else "shorter", name) for name in within]
+        return list(directions), len(differs) - 2
+    return [(*names, *(str(other[name]) for name in names))], len(differs) - len(within)
+
+
+def _words(before: Figures, after: Figures) -> str:
+    """What differs, in words."""
+    old, new = before.strategy, after.strategy
+    words = [f"{name} {old[name]} → {new[name]}" for name in AXES + PLAIN if old[name] != new[name]]
+    for tell, names in TOLD.items():
+        if any(old[name] != new[name] for name in names):
+            words.append(f"{tell(old)} → {tell(new)}")
+    words += [
+        f"{float(old[name]):.0%} → {float(new[name]):.0%} of {what} on host"
+        for name, what in format.ON_HOST.items()
+        if old[name] != new[name]
+    ]
+    if old["order"] != new["order"]:
+        words.append(f"laid {format.order(new)}")
+    return ", ".join(words)
+
+
+def _primes(number: int) -> list[int]:
+    """The prime factors of a number, each once.
+
+    >>> _primes(24)
+    [2, 3]
+    """
+    found, divisor = [], 2
+    while divisor * divisor <= number:
+        if number % divisor == 0:
+            found.append(divisor)
+            while number % divisor == 0:
+                number //= divisor
+        divisor += 1
+    return [*found, number] if number > 1 else found
+
 
 SHOWN = 12
 """Changes that are shown; the quickest come first."""

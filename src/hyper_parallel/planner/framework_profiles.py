@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from hyper_parallel.errors import ConfigError, nearest
-from hyper_parallel.planner.profile import Defaults, Profile
+from hyper_parallel.planner.columns import Defaults, Profile
 
 GENERIC = Profile(
     name="generic",

@@ -32,10 +32,9 @@ import numpy.typing as npt
 from hyper_parallel.planner.columns import Array, Columns, Mask, taken, unique
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage, fits, memory
-from hyper_parallel.planner.cost_model.stages import placed
+from hyper_parallel.planner.cost_model.pipeline import placed
 from hyper_parallel.planner.cost_model.step import seconds_by_kind
-from hyper_parallel.planner.lower_bounds import by_cost
-from hyper_parallel.planner.memory_bounds import ROUNDING, Room
+from hyper_parallel.planner.lower_bounds import ROUNDING, Room, by_cost
 from hyper_parallel.planner.space import FULL, NONE, SELECTIVE, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table, sum_of
 

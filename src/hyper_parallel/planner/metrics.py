@@ -1,20 +1,72 @@
-"""Metrics of one strategy: its estimate and the figures derived from it."""
+"""Metrics of one strategy: its estimate, the figures derived from it (MFU, tokens/s, cost), the answer of a search, and
+the part of a step in which the estimate and a simulation differ.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hyper_parallel.planner.codes import CODES
+from hyper_parallel.planner.columns import CODES
 from hyper_parallel.planner.cost_model import pipeline
+from hyper_parallel.planner.cost_model.dims import (
+    adapters,
+    in_eight_bits,
+    in_four_bits,
+    keys_seen,
+    layer_matrices,
+    module_matrices,
+)
 from hyper_parallel.planner.cost_model.memory import on_host
 from hyper_parallel.planner.cost_model.step import Estimate
 from hyper_parallel.planner.error_interval import between
-from hyper_parallel.planner.mfu import mfu, tokens_per_second
+from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.table import SPREAD, Array, Table
+from hyper_parallel.units import format_duration
+
+# Model FLOPs and MFU of estimated steps.
+#
+#     flops = 6 N + 12 L H Q K(S)            a token                       `flops_per_token`
+#     MFU   = batch · S · flops / (seconds · devices · peak)               `mfu`
+#
+# The convention is that of `workload.work`: N counts the elements of the matrices that a token is multiplied with (the
+# head also when it is tied, of experts those that are chosen, and the router), attention counts the keys that the mask
+# keeps, and recomputation is not counted. In latent attention Q is the mean of a head's dims of keys and of values.
+# Products of other mixers' recurrences are those of `workload.mixers`. Where a model is frozen the gradients of its
+# weights are not computed: 4 N, and 6 for each element of the adapters. Each module that predicts one token more counts
+# as a layer and a head. The peak is that of the precision of the linear layers; in float32 it is the 16-bit one, since
+# a table has no other.
+
+
+def flops_per_token(t: Table) -> Array:
+    """Model FLOPs of training on one token, forward and backward, of [n] or [1]."""
+    matrices = t.layers * layer_matrices(t) + t.vocabulary * t.hidden
+    size = np.where(t.key_rank > 0, (t.plain + t.rotary + t.value) / 2, t.head_dim)
+    one_more = module_matrices(t) + 2 * t.hidden * t.hidden + t.vocabulary * t.hidden
+    matrices = matrices + t.prediction_modules * one_more
+    times = 6 - 2 * t.frozen
+    mixed = 12 * t.attention_layers * t.heads * size * keys_seen(t) + 3 * t.mixer_layers * t.mixer_scanned
+    return times * matrices + 6 * t.layers * adapters(t) + mixed
+
+
+def peak(t: Table) -> Array:
+    """FLOP/s of a device in the precision of its linear layers."""
+    return np.where(in_four_bits(t), t.peak4, np.where(in_eight_bits(t), t.peak8, t.peak16))
+
+
+def tokens_per_second(t: Table, seconds: Array) -> Array:
+    """Tokens/s of each device, for steps of `seconds`."""
+    return t.batch * t.sequence / (seconds * t.devices)
+
+
+def mfu(t: Table, seconds: Array) -> Array:
+    """Model FLOPs utilisation (arXiv 2204.02311, appendix B), 0 to 1, for steps of `seconds`."""
+    return tokens_per_second(t, seconds) * flops_per_token(t) / peak(t)
+
 
 COMMUNICATION = ("tensor", "expert", "context", "gathers", "gradients", "sends")
 """Parts of a step in which a device waits for a collective or a message that nothing hides."""
@@ -134,3 +186,172 @@ def _told(column: str, value: float) -> float | str:
     if column in CODES:
         return str(CODES[column][int(value)])
     return int(value) if value.is_integer() else value
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One strategy and what the model says of it."""
+
+    table: Table
+    """One row."""
+    estimate: Estimate
+    """Of that row."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return float(self.estimate.seconds.max())
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest device."""
+        return float(self.estimate.peak.max())
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs within the device's memory."""
+        return bool(self.estimate.fits.all())
+
+    @property
+    def spread(self) -> dict[str, float | str | tuple[str, ...]]:
+        """The strategy's columns; codes by their names, degrees as whole numbers."""
+        found: dict[str, float | str | tuple[str, ...]] = {}
+        for name in SPREAD:
+            value = float(getattr(self.table, name)[0])
+            names = CODES.get(name)
+            found[name] = names[int(value)] if names else int(value) if value.is_integer() else value
+        return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best strategies, and what the search did."""
+
+    question: Question
+    best: list[Choice]
+    """Best first; empty where nothing fits."""
+    counted: int
+    """Legal points of the space."""
+    pruned: dict[str, int]
+    """Points that were left out, by the bound that excludes them; keys of PRUNED."""
+    weighed: int
+    """Points that were estimated."""
+    bound: float
+    """The objective is proved to be no better than this anywhere in the space: the best choice's own, as nothing was
+    left out but by a bound. inf where nothing fits."""
+    seconds: float
+    """That the search took."""
+    smallest: Choice | None = None
+    """Where nothing fits: the strategy with the least memory."""
+    ties: list[Choice] = field(default_factory=list)
+    """Of each set of degrees whose step takes no more than a given share longer than the best, the best; best first."""
+
+    @property
+    def gap(self) -> float:
+        """How far the best choice may be from the model's optimum, as a share; 0: it is the optimum."""
+        return score(self.best[0], self.question) / self.bound - 1 if self.best else 0.0
+
+
+def score(choice: Choice, question: Question) -> float:
+    """What is minimised: seconds, bytes, or device seconds of a step."""
+    if question.objective == "memory":
+        return choice.peak
+    return choice.seconds * (question.devices if question.objective == "cost" else 1)
+
+
+# Disagreement of the closed forms and the simulator: the operator class or collective that it comes from.
+#
+# Both predictors say what a step's seconds are spent on (`cost_model.step`, `trace.timeline`). Their parts are
+# brought to common classes; where the steps differ by more than `APART`, the class whose seconds differ most, in the
+# direction in which the steps differ, is named.
+
+APART = 0.15
+"""Share of the estimate beyond which two predictors disagree."""
+
+_CLOSED = {
+    "products": "products",
+    "head": "products",
+    "attention": "attention",
+    "elementwise": "elementwise",
+    "sums": "elementwise",
+    "tensor": "collectives over tensor",
+    "expert": "collectives over expert",
+    "context": "collectives over context",
+    "gathers": "collectives over data",
+    "gradients": "collectives over data",
+    "bubble": "pipeline",
+    "uneven": "pipeline",
+    "sends": "pipeline",
+    "optimizer": "optimizer",
+    "launches": "launches",
+    "host": "waiting",
+}
+"""Class of each part of an estimate; what is not named is `waiting`."""
+_AGAIN = ("products", "attention", "elementwise")
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Where a simulated step and its estimate differ."""
+
+    part: str
+    """A class of operators, or a collective."""
+    simulated: float
+    estimated: float
+    """Seconds of that part in a step."""
+
+    def __str__(self) -> str:
+        return (
+            f"mostly {self.part}: {format_duration(self.simulated)} simulated, "
+            f"{format_duration(self.estimated)} estimated"
+        )
+
+
+def disagreement(
+    simulated: Mapping[str, float], estimated: Mapping[str, float], apart: float = APART
+) -> Disagreement | None:
+    """The part from which most of the difference comes; None where the steps are within `apart` of each other.
+
+    `simulated`: of `trace.timeline`; `estimated`: the parts of an estimate. Both are seconds that add up to the step.
+    """
+    step, other = sum(simulated.values()), sum(estimated.values())
+    if abs(step - other) <= apart * other:
+        return None
+    ours, theirs = _classes(simulated), closed_classes(estimated)
+    sign = 1.0 if step > other else -1.0
+    most = max({*ours, *theirs}, key=lambda name: (sign * (ours[name] - theirs[name]), name))
+    return Disagreement(_named(most, simulated), ours[most], theirs[most])
+
+
+def closed_classes(parts: Mapping[str, float]) -> defaultdict[str, float]:
+    """Seconds of an estimate by class; what is computed again is shared out over what it repeats."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in parts.items():
+        if name != "again":
+            found[_CLOSED.get(name, "waiting")] += seconds
+    repeated = sum(found[name] for name in _AGAIN)
+    for name in _AGAIN:
+        found[name] += parts.get("again", 0.0) * (found[name] / repeated if repeated else 1 / len(_AGAIN))
+    return found
+
+
+def _classes(parts: Mapping[str, float]) -> defaultdict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in parts.items():
+        found[_class(name)] += seconds
+    return found
+
+
+def _class(name: str) -> str:
+    """`all_gather over shard` is of the collectives over data."""
+    _, over, axis = name.partition(" over ")
+    if not over:
+        return "launches" if name == "host" else name
+    known = next((kind for kind in ("tensor", "expert", "context", "pipeline") if kind in axis), "data")
+    return known if known == "pipeline" else f"collectives over {known}"
+
+
+def _named(most: str, simulated: Mapping[str, float]) -> str:
+    """The collective of a class that takes most; the class where the simulator has none of it."""
+    own = {name: seconds for name, seconds in simulated.items() if _class(name) == most}
+    return max(own, key=lambda name: own[name]) if most.startswith("collectives") and own else most

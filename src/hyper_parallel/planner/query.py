@@ -1,16 +1,16 @@
-"""Query to the planner: model, cluster, batch, objective."""
+"""Query to the planner: model, cluster, batch, objective; and numbers as people write them, `8k`, `64..4096`, `15T`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError, nearest
-from hyper_parallel.planner.codes import CODES
+from hyper_parallel.planner.columns import CODES, Profile
 from hyper_parallel.planner.framework_profiles import GENERIC
-from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.table import SPREAD
 from hyper_parallel.workload.workload import Workload
 
@@ -51,7 +51,7 @@ class Question:
     parameters and gradients (`space.StrategySpace.may_move`)."""
     tie: float = 0.0
     """A share of a step's time: of strategies that are within it of the quickest one, the simplest comes first
-    (`planner.simplest`). 0: the quickest does."""
+    (`planner.solve`). 0: the quickest does."""
 
     def __post_init__(self) -> None:
         if not self.devices and not self.cluster.ranks:
@@ -129,3 +129,58 @@ SHARES = ("recomputed", "state_on_host", "activations_on_host", "weights_on_host
 LEAST = dict.fromkeys((*SHARES, "zero", "sequence_parallel"), 0.0)
 MOST = {**dict.fromkeys((*SHARES, "sequence_parallel"), 1.0), "zero": 3.0}
 """The least and greatest values of columns that are no degrees."""
+
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGbBtT]?)")
+_BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def whole(option: str, text: str, least: int = 1) -> int:
+    """`8192`, or `8k` for as many; a count of devices, sequences or tokens of a sequence, at least `least`.
+
+    Raises ConfigError, which names `option`.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    value = float(found[1]) * _BINARY.get(found[2].lower(), 0) if found else -1.0
+    if value < least or not value.is_integer():
+        raise ConfigError(
+            f"{option}: {text!r} is no whole number of at least {least}; write 8192, or 8k for the same"
+        )
+    return int(value)
+
+
+def span(option: str, text: str) -> tuple[int, ...]:
+    """`64..4096` as 64, 128, … 4096: doubled from the first, and the last; one number as itself."""
+    first, dots, last = text.partition("..")
+    least = whole(option, first)
+    if not dots:
+        return (least,)
+    most = whole(option, last)
+    if most < least:
+        raise ConfigError(f"{option}: {text!r} ends before it begins; write {most}..{least}")
+    found = [least]
+    while 2 * found[-1] <= most:
+        found.append(2 * found[-1])
+    return (*found, most) if found[-1] < most else tuple(found)
+
+
+def tokens(option: str, text: str) -> float:
+    """`15T`: tokens of a run, in powers of a thousand."""
+    found = _NUMBER.fullmatch(text.strip())
+    value = float(found[1]) * _DECIMAL.get(found[2].lower(), 0.0) if found else 0.0
+    if value < 1:
+        raise ConfigError(f"{option}: {text!r} is no number of tokens; write 15T, 300B or the number itself")
+    return value
+
+
+def fixed(texts: tuple[str, ...]) -> dict[str, object]:
+    """Parse `tensor_x=8` and `recompute=full,none` for `Question.fix`: a value, or a list of allowed values."""
+    found: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise ConfigError(f"--fix {text!r}: write NAME=VALUE, as in tensor_x=8")
+        values = [one.strip() for one in value.split(",")]
+        found[name.strip()] = values[0] if len(values) == 1 else values
+    return found

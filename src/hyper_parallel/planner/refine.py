@@ -17,12 +17,12 @@ from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
-from hyper_parallel.estimate.memory_limit import AboveLimit
-from hyper_parallel.graph.no_gc import collect_between, uncollected
+from hyper_parallel.estimate.predict import AboveLimit
+from hyper_parallel.graph.capture_overrides import collect_between, uncollected
+from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
-from hyper_parallel.planner.simulated_links import constants_for
 from hyper_parallel.planner.solve import NothingFitsError, PrintedAnswer, Refined, solve
 from hyper_parallel.units import format_bytes, format_duration
 

@@ -20,13 +20,13 @@ from dataclasses import replace
 import numpy as np
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.choice import Answer, Choice, score
 from hyper_parallel.planner.columns import Array, Columns, Counts, Mask, taken, unique
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.lower_bounds import Bounds
 from hyper_parallel.planner.memory_choices import Index, MemoryChoice
+from hyper_parallel.planner.metrics import Answer, Choice, score
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.space import DEGREES, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table

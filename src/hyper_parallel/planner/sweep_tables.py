@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner import format, runnable
+from hyper_parallel.planner import format, run_file
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.sweep import Point
+from hyper_parallel.planner.solve import Point
 from hyper_parallel.report.sheets import NONE, Sheet
 from hyper_parallel.report.table import render as text_of
 from hyper_parallel.report.table import wrapped
@@ -178,7 +178,7 @@ def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> 
         f"{format_count(work.tokens)} tokens, {work.precision}) on {question.cluster.name or question.cluster.source}"
     )
     shown = [(f"the best on row {place}", _best(point)) for place, point in enumerate(points, 1)]
-    notes = runnable.note((name, best) for name, best in shown if best is not None)
+    notes = run_file.runnable_note((name, best) for name, best in shown if best is not None)
     return SweepTable(heading, sheet, (*sentences, *notes), tuple(_row(point) for point in points))
 
 

@@ -20,11 +20,8 @@ import numpy.typing as npt
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.codes import ARCHITECTURES, CODES, architecture
-from hyper_parallel.planner.profile import Profile
-from hyper_parallel.planner.workload_columns import of_workload
-from hyper_parallel.workload.optimizer_state import ADAMW, state_bytes
-from hyper_parallel.workload.workload import PRECISIONS, Workload
+from hyper_parallel.planner.columns import ARCHITECTURES, CODES, Profile, architecture, of_workload
+from hyper_parallel.workload.workload import ADAMW, PRECISIONS, Workload, state_bytes
 
 __all__ = [
     "COLUMNS",

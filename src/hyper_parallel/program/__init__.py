@@ -6,13 +6,22 @@ each class of ranks a list of instructions. Pipelines are Programs of several gr
 
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program.build import to_program
-from hyper_parallel.program.defects import Defect, DefectKind
-from hyper_parallel.program.instructions import Instruction, Recv, Reduce, Run, RunPair, Send, Wait, runs_of
-from hyper_parallel.program.memory import peak_bytes
-from hyper_parallel.program.port import Port
-from hyper_parallel.program.program import Program
+from hyper_parallel.program.memory import Defect, DefectKind, peak_bytes
+from hyper_parallel.program.program import (
+    Instruction,
+    Port,
+    Program,
+    Recv,
+    Reduce,
+    Run,
+    RunPair,
+    Send,
+    Task,
+    TaskKind,
+    Wait,
+    runs_of,
+)
 from hyper_parallel.program.reshard import ReshardPlan, plan_reshard
-from hyper_parallel.program.task import Task, TaskKind
 from hyper_parallel.program.verify import find_defects, verify
 
 __all__ = [

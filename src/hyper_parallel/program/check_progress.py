@@ -11,12 +11,23 @@ no cycle between groups has none between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
-from hyper_parallel.program.check_channels import Place, channels, reductions
-from hyper_parallel.program.defects import Defect, DefectKind, shown
-from hyper_parallel.program.instructions import Recv, Reduce, Send, Wait
-from hyper_parallel.program.program import Program
+from hyper_parallel.program.memory import Defect, DefectKind, at, shown
+from hyper_parallel.program.program import (
+    Instruction,
+    Program,
+    Recv,
+    Reduce,
+    Run,
+    RunPair,
+    Send,
+    Value,
+    Wait,
+    runs_of,
+)
 
 
 def deadlock_defects(program: Program, rendezvous: bool = True) -> list[Defect]:
@@ -113,3 +124,196 @@ def _advice(program: Program, position: dict[str, int], path: list[str]) -> str:
     if any(isinstance(program.instructions[group][position[group]], Send) for group in path):
         return "  post one of these receives before its group sends or waits"
     return "  one of these has to come earlier in its group's list"
+
+
+Place = tuple[str, int]
+"""A group and the index of an instruction in its list."""
+Channel = tuple[str, str]
+"""Sending and receiving group."""
+
+
+def channels(
+    program: Program,
+) -> tuple[dict[Channel, list[tuple[Place, Send]]], dict[Channel, list[tuple[Place, Recv]]]]:
+    """Sends and receives of each channel, in the order in which their group issues them."""
+    sends: dict[Channel, list[tuple[Place, Send]]] = {}
+    receives: dict[Channel, list[tuple[Place, Recv]]] = {}
+    for group, instructions in program.instructions.items():
+        for index, one in enumerate(instructions):
+            if isinstance(one, Send):
+                sends.setdefault((group, one.to), []).append(((group, index), one))
+            elif isinstance(one, Recv):
+                receives.setdefault((one.source, group), []).append(((group, index), one))
+    return sends, receives
+
+
+def reductions(program: Program) -> dict[frozenset[str], dict[str, list[tuple[int, Reduce]]]]:
+    """By the set of groups, and by group: the indices of its Reduces over that set, in order."""
+    found: dict[frozenset[str], dict[str, list[tuple[int, Reduce]]]] = {}
+    for group, instructions in program.instructions.items():
+        for index, one in enumerate(instructions):
+            if isinstance(one, Reduce):
+                found.setdefault(frozenset(one.over), {}).setdefault(group, []).append((index, one))
+    return found
+
+
+def channel_defects(program: Program) -> list[Defect]:
+    """Transfers of which one end is missing, and orders that differ between the two ends."""
+    return [Defect(DefectKind.CHANNEL, text) for text in (*_transfers(program), *_reductions(program))]
+
+
+def _transfers(program: Program) -> Iterator[str]:
+    sends, receives = channels(program)
+    for channel in sorted({*sends, *receives}):
+        out, into = sends.get(channel, []), receives.get(channel, [])
+        sent = {(one.port, one.micro_batch) for _, one in out}
+        received = {(one.port, one.micro_batch) for _, one in into}
+        for (group, index), send in out:
+            if (send.port, send.micro_batch) not in received:
+                yield f"{at(group, index, send)} has no matching Recv in {channel[1]}"
+        for (group, index), receive in into:
+            if (receive.port, receive.micro_batch) not in sent:
+                yield f"{at(group, index, receive)} has no matching Send in {channel[0]}"
+        if sent != received or len(out) != len(sent) or len(into) != len(received):
+            continue
+        for (source, send), (target, receive) in zip(out, into, strict=True):
+            if (send.port, send.micro_batch) != (receive.port, receive.micro_batch):
+                yield (
+                    f"from {channel[0]} to {channel[1]} the order of sends is not that of receives: "
+                    f"{at(*source, send)} would meet {at(*target, receive)} since transfers between two groups have "
+                    "no tags; put both in one order"
+                )
+                break
+
+
+def _reductions(program: Program) -> Iterator[str]:
+    for over, by_group in reductions(program).items():
+        names = sorted(over)
+        lists = [[one.port for _, one in by_group.get(name, [])] for name in names]
+        for ports in zip_longest(*lists):
+            if len(set(ports)) > 1:
+                texts = ", ".join(f"{name}: {port}" for name, port in zip(names, ports, strict=True))
+                yield f"the groups {', '.join(names)} do not reduce the same ports in one order ({texts})"
+                break
+        for port in {port for ports in lists for port in ports}:
+            held = program.ports[port]
+            layouts = {name: held.layout_in(name) for name in names}
+            first = layouts[names[0]]
+            for name, layout in layouts.items():
+                if (layout.dims, layout.parts, layout.shape) != (first.dims, first.parts, first.shape) or (
+                    layout.mesh != first.mesh
+                ):
+                    yield f"port {port!r} is reduced as {first} in {names[0]} and as {layout} in {name}"
+
+
+def value_defects(program: Program) -> list[Defect]:
+    """Uses before a value is there, waits without a transfer, transfers twice, and receives that nobody takes."""
+    found = []
+    for group, instructions in program.instructions.items():
+        walk = _Walk(program, group, instructions)
+        for index, instruction in enumerate(instructions):
+            found += [f"{at(group, index, instruction)} {text}" for text in walk.step(instruction)]
+        found += walk.end()
+    return [Defect(DefectKind.VALUE, text) for text in found]
+
+
+@dataclass
+class _Walk:
+    """What one group has in memory as it goes through its list."""
+
+    program: Program
+    group: str
+    instructions: tuple[Instruction, ...]
+    present: set[Value] = field(default_factory=set)
+    posted: set[Value] = field(default_factory=set)
+    sent: set[tuple[Value, str]] = field(default_factory=set)
+    waited: set[tuple[Value, str]] = field(default_factory=set)
+    reduced: set[str] = field(default_factory=set)
+    taken: set[Value] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.step_ports = self.program.step_ports()
+        self.to_reduce = {one.port for one in self.instructions if isinstance(one, Reduce)}
+
+    def step(self, instruction: Instruction) -> Iterator[str]:
+        """The defects of one instruction, and its effect on memory."""
+        if isinstance(instruction, Run | RunPair):
+            runs = runs_of(instruction)
+            for run in runs:
+                yield from self._takes(run)
+            for run in runs:
+                yield from self._gives(run)
+        elif isinstance(instruction, Send):
+            yield from self._send(instruction)
+        elif isinstance(instruction, Recv):
+            value = (instruction.port, instruction.micro_batch)
+            if value in self.posted:
+                yield "posts the same receive a second time"
+            self.posted.add(value)
+        elif isinstance(instruction, Wait):
+            yield from self._wait(instruction)
+        else:
+            if (instruction.port, None) not in self.present:
+                yield "sums a value that the group has not computed yet"
+            if instruction.port in self.reduced:
+                yield "sums the same value a second time"
+            self.reduced.add(instruction.port)
+
+    def _takes(self, run: Run) -> Iterator[str]:
+        task = self.program.tasks[run.task]
+        for port in task.takes:
+            for value in self.program.values(port, run.micro_batch, self.step_ports):
+                if value not in self.present:
+                    yield f"takes {_name(value)}, {self._why_absent(value)}"
+                self.taken.add(value)
+            if port in self.to_reduce and port not in self.reduced:
+                yield f"takes {port!r} before it is reduced over the groups"
+
+    def _gives(self, run: Run) -> Iterator[str]:
+        for port in self.program.tasks[run.task].gives:
+            value = (port, run.micro_batch)
+            if value in self.present:
+                yield f"gives {_name(value)}, which is in memory already"
+            self.present.add(value)
+
+    def _send(self, send: Send) -> Iterator[str]:
+        value = (send.port, send.micro_batch)
+        if value not in self.present:
+            yield f"sends {_name(value)}, {self._why_absent(value)}"
+        if (value, send.to) in self.sent:
+            yield "sends the same value a second time"
+        if send.port in self.to_reduce and send.port not in self.reduced:
+            yield "sends the value before it is reduced over the groups"
+        self.sent.add((value, send.to))
+
+    def _wait(self, wait: Wait) -> Iterator[str]:
+        value = (wait.port, wait.micro_batch)
+        if (value, wait.peer) in self.waited:
+            yield "waits a second time for the same transfer"
+        self.waited.add((value, wait.peer))
+        if self.program.ports[wait.port].group == self.group:
+            if (value, wait.peer) not in self.sent:
+                yield "waits for a send that has not been issued"
+            return
+        if wait.peer != self.program.ports[wait.port].group:
+            yield f"waits for {wait.peer}, which does not compute the value"
+        if value not in self.posted:
+            yield "waits for a receive that has not been posted"
+        self.present.add(value)
+
+    def _why_absent(self, value: Value) -> str:
+        if self.program.ports[value[0]].group == self.group:
+            return "which no task of the group has given yet"
+        if value in self.posted:
+            return "whose receive is posted and has not been waited for"
+        return "which has not been received"
+
+    def end(self) -> Iterator[str]:
+        """Receives whose value no task takes: their buffers would never be freed."""
+        for value in sorted(self.posted - self.taken, key=str):
+            yield f"{self.group} receives {_name(value)}, and none of its tasks takes it afterwards"
+
+
+def _name(value: Value) -> str:
+    port, micro_batch = value
+    return repr(port) if micro_batch is None else f"{port!r} of micro-batch {micro_batch}"

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from hyper_parallel.report.gantt import gantt
-from hyper_parallel.report.html import asset, badge, card, embedded, filled, sheet_table
+from hyper_parallel.report.html import asset, badge, card, embedded, filled, gantt, sheet_table
 from hyper_parallel.report.perfetto import described, lanes
 from hyper_parallel.report.pipeline import PipelineFigures
 from hyper_parallel.report.sheets import (
@@ -24,8 +23,9 @@ from hyper_parallel.report.sheets import (
     shown_together,
     task_facts,
     task_sheets,
+    verdict,
+    word,
 )
-from hyper_parallel.report.verdict import verdict, word
 from hyper_parallel.trace import KINDS, Op, Span, Timeline
 from hyper_parallel.units import format_bytes, format_count
 

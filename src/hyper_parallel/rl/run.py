@@ -1,9 +1,10 @@
-"""One run: groups of workers, warm-up, the loop, evaluation, checkpoints, and what happens when workers are lost."""
+"""Run of reinforcement learning: groups of workers, warm-up, the loop, evaluation, checkpoints, and recovery."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,28 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.checkpoint.durable import explained
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import RewardError
-from hyper_parallel.launch.folder import RunFolder
-from hyper_parallel.launch.roles.interface import Engine
-from hyper_parallel.launch.run_lock import run_lock
+from hyper_parallel.launch.roles.protocol import Engine
+from hyper_parallel.launch.run_folder import RunFolder, run_lock
 from hyper_parallel.proc import room_for_files
-from hyper_parallel.rl.controller.batch_report import BatchReport
 from hyper_parallel.rl.controller.controller import Controller, LoopState
-from hyper_parallel.rl.controller.evaluation import Accuracy, evaluate
-from hyper_parallel.rl.controller.model_scorer import ModelScorer
-from hyper_parallel.rl.controller.placement import HOST, groups_of
 from hyper_parallel.rl.controller.prompts import Prompts
-from hyper_parallel.rl.controller.recorder import Recorder
+from hyper_parallel.rl.controller.recorder import BatchReport, Recorder, shown
 from hyper_parallel.rl.controller.recovery import LOST, Recovery
-from hyper_parallel.rl.controller.scorer import Scorer, scorer_of
+from hyper_parallel.rl.controller.scorer import Accuracy, ModelScorer, Scorer, evaluate, scorer_of
 from hyper_parallel.rl.controller.warm_up import warm_up
-from hyper_parallel.rl.controller.weight_sync import WeightSync
-from hyper_parallel.rl.controller.workers import RoleGroup, do, engine_of
+from hyper_parallel.rl.controller.workers import HOST, RoleGroup, WeightSync, do, engine_of, groups_of
 from hyper_parallel.rl.queue import StalenessQueue
-from hyper_parallel.rl.role_split.resolve import Stopped, choose_split, resolved
-from hyper_parallel.rl.role_split.saved_split import write_run
+from hyper_parallel.rl.role_split import Stopped, choose_split, resolved, write_run
 from hyper_parallel.rl.sample import Sample
+from hyper_parallel.units import format_seconds
 
 REFERENCE = "reference"
 """The folder of the reference model in a run's folder, where the policy was warmed up before."""
@@ -308,3 +303,25 @@ class _Run:
         folder = Path(self._config.out) / REFERENCE
         if self._reference is not None and folder.is_dir():
             self._reference.ask(0, "load_reference", folder=str(folder))
+
+
+def summary_lines(summary: RLSummary) -> list[str]:
+    """What came of a run, and what to do next."""
+    found = []
+    if summary.before is not None and summary.after is not None:
+        for name in ("sampled", "greedy"):
+            before, after = getattr(summary.before, name), getattr(summary.after, name)
+            found.append(f"held-out reward, {name + ':':8} {shown(before)} → {shown(after)}")
+    found.append(
+        f"{summary.steps} steps, {summary.tokens:,} tokens trained, in {format_seconds(summary.seconds)}"
+        + (f"; groups of workers started again: {summary.restarts}" if summary.restarts else "")
+    )
+    if summary.failed_rewards:
+        found.append(
+            f"{summary.failed_rewards} rewards could not be computed (failed_rewards in metrics.jsonl)"
+        )
+    if summary.stopped:
+        found.append("stopped; run the same command again: it goes on from the checkpoint")
+    elif summary.checkpoint is not None:
+        found.append(f'next: hyper-parallel generate {shlex.quote(summary.out)} --prompt "..."')
+    return found

@@ -1,10 +1,16 @@
-"""Samples: answers to prompts, with what each of their tokens was drawn by. No torch."""
+"""Samples: answers to prompts with what each token was drawn by, their groups, and which groups teach something.
+
+No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from hyper_parallel.errors import ConfigError
 
 Appended = str | Mapping[str, Any]
 """What an environment puts behind an answer: a text, or in a conversation a message."""
@@ -69,3 +75,87 @@ class Prompted:
     before: Sample | None = None
     """The answer until now, which goes on behind `appended`: what the environment says and the policy reads."""
     appended: Appended = ""
+
+
+@dataclass
+class AnswerGroup:
+    """All answers to one prompt."""
+
+    ticket: int
+    row: int
+    task: Mapping[str, Any]
+    rollout: str
+    """The group of workers that generates them."""
+    size: int
+    samples: dict[int, Sample] = field(default_factory=dict)
+    scored: set[int] = field(default_factory=set)
+
+    def add(self, sample: Sample) -> None:
+        """An answer has ended."""
+        self.samples[sample.place] = replace(sample, task=self.task)
+
+    def score(self, place: int, reward: float | None, failed: str | None = None) -> None:
+        """The reward of an answer; None where it failed, and why."""
+        self.samples[place] = replace(self.samples[place], reward=reward, failed=failed)
+        self.scored.add(place)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all answers have ended and were scored."""
+        return len(self.scored) == self.size
+
+    @property
+    def in_order(self) -> list[Sample]:
+        """The answers."""
+        return [self.samples[place] for place in sorted(self.samples)]
+
+    @property
+    def tokens(self) -> int:
+        """That were drawn, of answers that have ended."""
+        return sum(len(one.tokens) for one in self.samples.values())
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version of a token."""
+        return min(one.oldest for one in self.samples.values())
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """In order."""
+        return [one.reward for one in self.in_order]
+
+
+# Which groups of answers teach something, and what an overlong answer costs (DAPO's sampling and length rules).
+#
+# DAPO (arXiv 2503.14476): dynamic sampling keeps a prompt whose answers are neither all right nor all wrong (equation
+# 11), because a group without reward variance has no advantage and no gradient: `has_reward_variance`. Soft overlong
+# punishment (equation 13), `overlong_penalty`, with L the length in tokens:
+#
+#     0                                   L ≤ max_length − buffer
+#     (max_length − buffer − L) / buffer  max_length − buffer < L ≤ max_length
+#     −1                                  L > max_length
+#
+# No torch: a controller decides by these which samples are trained.
+
+
+def has_reward_variance(rewards: Sequence[float | None], tolerance: float = 1e-8) -> bool:
+    """Whether the rewards of one group differ by more than `tolerance`; None and NaN (no reward) are left out."""
+    known = [reward for reward in rewards if reward is not None and not math.isnan(reward)]
+    return bool(known) and max(known) - min(known) > tolerance
+
+
+def groups_without_variance(groups: Iterable[Sequence[float | None]]) -> int:
+    """The number of groups whose rewards are all the same: their answers train nothing."""
+    return sum(not has_reward_variance(rewards) for rewards in groups)
+
+
+def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
+    """What is added to the reward of an answer of `length` tokens: from 0 to −1 over the last `buffer` tokens.
+
+    Raises ConfigError unless 0 < `buffer` ≤ `max_length`.
+    """
+    if not 0 < buffer <= max_length:
+        raise ConfigError(
+            f"got an overlong buffer of {buffer} tokens; need from 1 to the longest answer, {max_length}"
+        )
+    return -min(1.0, max(0.0, (length - (max_length - buffer)) / buffer))

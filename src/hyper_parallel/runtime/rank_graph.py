@@ -1,11 +1,11 @@
 """Writes a rank's part of a Program out as one graph: what plans over a whole step plans over all passes in flight.
 
-The instruction list is run once on nodes in place of tensors (`runtime.instruction_loop`), so that the graph computes
+The instruction list is run once on nodes in place of tensors (`runtime.interpreter`), so that the graph computes
 what the interpreter does, in the same order. What it says to others are host points:
 
     begin          each instruction: the host keeps count, so that errors and the watchdog know where a rank is
     post           answers with memory for what is received            Recv
-    send, wait     `graph.transfer_nodes`                              Send, Wait
+    send, wait     `offloading.schedule.build_problem`                              Send, Wait
 
 Each micro-batch in flight has storages of its own, from its forward pass to its last use. The sizes of a stage's
 tensors and the order of collectives are those of the interpreter.
@@ -13,7 +13,7 @@ tensors and the order of collectives are those of the interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -22,16 +22,18 @@ from torch import fx
 
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.copy_nodes import GrowingGraph, NodeCopies, moved
+from hyper_parallel.graph.execute import ready_outputs
+from hyper_parallel.graph.gradients import GRADIENT
 from hyper_parallel.graph.graph_writer import span
-from hyper_parallel.graph.ir import Input, Kind, Value, values_of
+from hyper_parallel.graph.host_nodes import HOST, HostPoint
+from hyper_parallel.graph.ir import Input, Kind, Value, is_wait, values_of
 from hyper_parallel.graph.partition import Crossing
-from hyper_parallel.graph.regions import Region
-from hyper_parallel.graph.stage_graph import Partition
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.graph.stage_graph import Partition, Stage
+from hyper_parallel.graph.step_context import Region
 from hyper_parallel.program import DeviceGroup, Program, Recv, Send, Wait
-from hyper_parallel.runtime.instruction_loop import InstructionLoop
-from hyper_parallel.runtime.interpreter import stages_on
-from hyper_parallel.runtime.stage_writer import StageWriter
+from hyper_parallel.runtime.interpreter import InstructionLoop, stages_on
+from hyper_parallel.runtime.stage_costs import parts_of
+from hyper_parallel.runtime.stage_runner import Turns, changed_ports, ended, own_outputs
 
 _STRIDED = torch.ops.aten.as_strided.default
 _ADD, _ZERO = torch.ops.aten.add.Tensor, torch.ops.aten.zero_.default
@@ -203,3 +205,124 @@ class RankWriter(InstructionLoop[fx.Node]):
 
 _REGION = Region("", None, "backward")
 """Of what is part of no micro-batch."""
+
+
+# Writes the tasks of one pipeline stage into a rank's graph: copies of the stage's nodes for each micro-batch.
+#
+# What `StageRunner` does with tensors, this does with nodes: what the first micro-batch gives of a gradient is the
+# total that the others are added to, in the order in which they arrive here, each as soon as it is computed.
+
+_ADD_INTO = torch.ops.aten.add_.Tensor
+
+
+class StageWriter:
+    """The tasks of one stage, as nodes of a graph that grows."""
+
+    def __init__(self, whole: GrowingGraph, stage: Stage) -> None:
+        """`whole` knows the state, the weights and each micro-batch's inputs by name."""
+        self._whole, self.stage = whole, stage
+        self._forward, self._input, self._weight = parts_of(stage)
+        self._own, self._changed = own_outputs(stage), changed_ports(stage)
+        self._ready = ready_outputs(stage.step, GRADIENT)
+        self._in_flight: dict[int, NodeCopies] = {}
+        self.totals: dict[str, fx.Node] = {}
+        """Outputs of the stage, summed over the micro-batches so far."""
+
+    def forward_in_turns(
+        self, micro_batch: int, batch: Mapping[str, fx.Node], received: Mapping[str, fx.Node]
+    ) -> Turns[fx.Node]:
+        """As of `TaskRunner`."""
+        body = self.stage.step
+        copies = NodeCopies(self._whole, body, f"_of_{self.stage.number}_{micro_batch}", micro_batch)
+        self._in_flight[micro_batch] = copies
+        for entry, node in zip(body.inputs, body.placeholders, strict=True):
+            if entry.name in received:
+                copies.given(node, self._owned(entry.name, node, received))
+            else:
+                copies.given(node, batch.get(entry.name) or self._whole.named[entry.name])
+        for node in body.graph.nodes:
+            if node.op == "get_attr":
+                copies.constant(node, str(node.target))
+        shown = yield from self._copied(copies, self._forward, {})
+        return {one.name: copies.made[node] for one, node in zip(self.stage.sends, shown, strict=False)}
+
+    def input_in_turns(self, micro_batch: int, received: Mapping[str, fx.Node]) -> Turns[fx.Node]:
+        """As of `TaskRunner`."""
+        copies = self._in_flight[micro_batch]
+        answers = [
+            (node, one.name)
+            for node, one in zip(filter(_receives, self._input), self.stage.gradients_in, strict=True)
+        ]
+        given = {node: self._owned(name, _shaped(node), received) for node, name in answers}
+        shown = yield from self._copied(copies, self._input, given)
+        gradients = zip(self.stage.gradients_out, shown, strict=False)
+        return {one.name: copies.made[node] for one, node in gradients}
+
+    def backward_in_turns(self, micro_batch: int, received: Mapping[str, fx.Node]) -> Turns[fx.Node]:
+        """As of `TaskRunner`."""
+        made = yield from self.input_in_turns(micro_batch, received)
+        yield from self._weight_in_turns(micro_batch)
+        return made
+
+    def weight(self, micro_batch: int) -> None:
+        """As of `TaskRunner`."""
+        ended(self._weight_in_turns(micro_batch))
+
+    def _weight_in_turns(self, micro_batch: int) -> Turns[fx.Node]:
+        copies = self._in_flight.pop(micro_batch)
+        yield from self._copied(copies, self._weight, {})
+        ready = {name for outputs in self._ready.values() for name, _ in outputs}
+        for name, node in self.stage.step.returned.items():
+            if name not in ready:
+                self._add(name, node, copies)
+        copies.tell_sizes()
+        return {}
+
+    def _copied(
+        self, copies: NodeCopies, nodes: Sequence[fx.Node], given: Mapping[fx.Node, fx.Node]
+    ) -> Generator[None, None, Sequence[fx.Node]]:
+        """Append copies of a task's nodes; gives the nodes that its end shows. `given`: what the host answers."""
+        shown: Sequence[fx.Node] = ()
+        for node in nodes:
+            if is_wait(node):
+                yield
+            if _receives(node):
+                copies.given(_shaped(node), given[node])
+            elif node.target is HOST:
+                shown = node.args[1]  # type: ignore[assignment]
+            elif node not in copies.made:
+                copies.copy(node)
+            for name, output in self._ready.get(node, ()):
+                self._add(name, output, copies)
+        return shown
+
+    def _owned(self, name: str, like: fx.Node, received: Mapping[str, fx.Node]) -> fx.Node:
+        """What was received, in memory that the stage may write to."""
+        if name not in self._changed:
+            return received[name]
+        (value,) = values_of(like)
+        return self._whole.own_copy(received[name], value, received[name].meta)
+
+    def _add(self, name: str, node: fx.Node, copies: NodeCopies) -> None:
+        made = copies.made[node]
+        (value,) = values_of(made)
+        total = self.totals.get(name)
+        if total is None:
+            own = made if name in self._own else self._whole.own_copy(made, value, made.meta)
+            self.totals[name] = own
+            if name.startswith(GRADIENT):
+                (value,) = values_of(own)
+                self._whole.gradients[value.storage] = name.removeprefix(GRADIENT)
+            return
+        (value,) = values_of(total)
+        self.totals[name] = self._whole.call(_ADD_INTO, (total, made), made.meta["region"], value)
+
+
+def _receives(node: fx.Node) -> bool:
+    return node.target is HOST and node.args[0] == HostPoint.RECEIVE
+
+
+def _shaped(answer: fx.Node) -> fx.Node:
+    """The node that gives what the host answers its shape."""
+    (shaped,) = answer.users
+    return shaped

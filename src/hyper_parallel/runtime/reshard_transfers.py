@@ -17,9 +17,8 @@ from hyper_parallel.graph.graph_writer import span
 from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.program import Program, Recv, Send, Wait
 from hyper_parallel.program.reshard import Buffer, ReshardPlan, Transfer, plan_reshard
-from hyper_parallel.runtime.rank_transfers import RankTransfers
+from hyper_parallel.runtime.rank_transfers import RankTransfers, Transfers
 from hyper_parallel.runtime.stage_runner import shaped
-from hyper_parallel.runtime.transfers import Transfers
 
 _ALIKE = 1e-2
 """By how much projections of copies may differ, of their length; copies have the same bits on most devices."""

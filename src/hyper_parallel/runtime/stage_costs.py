@@ -21,11 +21,11 @@ from torch import fx
 
 from hyper_parallel.graph import balanced_sizes, lifetimes
 from hyper_parallel.graph.graph_writer import span
+from hyper_parallel.graph.host_nodes import HOST, HostPoint
 from hyper_parallel.graph.memory_effects import touched
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_cut import NodeCost
 from hyper_parallel.graph.stage_graph import Partition, Stage
-from hyper_parallel.graph.suspension import HOST, HostPoint
 from hyper_parallel.schedule import Costs
 from hyper_parallel.trace.live_bytes import profile
 

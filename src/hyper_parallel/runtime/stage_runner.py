@@ -2,15 +2,15 @@
 
 Between two tasks of a micro-batch the generator holds what the forward pass has saved, and frees it as the backward
 pass uses it. Two tasks run as a pair by taking turns: a generator stops before each wait for a collective, and the
-other one goes on (`runtime.turns`). Gradients of weights are added up in the order in which micro-batches arrive here,
+other one goes on (`runtime.stage_runner`). Gradients of weights are added up in the order in which micro-batches arrive here,
 each as soon as it is computed, so that those of a whole stage are in memory once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -18,15 +18,13 @@ from torch import Tensor, fx
 from hyper_parallel.compat.dispatch import below_autograd
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import executable
-from hyper_parallel.graph.collective_groups import is_wait
-from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.gradients import GRADIENT
 from hyper_parallel.graph.graph_writer import span
-from hyper_parallel.graph.ir import values_of
+from hyper_parallel.graph.host_nodes import HOST, HostPoint
+from hyper_parallel.graph.ir import is_wait, values_of
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Stage
-from hyper_parallel.graph.suspension import HOST, HostPoint
-from hyper_parallel.runtime.turns import Turns, ended
 
 _Pass = Generator[Any, Any, tuple[Tensor, ...]]
 
@@ -230,3 +228,35 @@ def flat(value: Tensor, port: Crossing) -> Tensor:
 def shaped(received: Tensor, port: Crossing) -> Tensor:
     """A value from the elements of its memory: a view."""
     return torch.as_strided(received, port.value.shape, port.value.stride)
+
+
+Value = TypeVar("Value")
+Turns = Generator[None, None, dict[str, Value]]
+"""A task that stops before each wait for a collective, and gives values by the names of their ports."""
+
+
+def ended(task: Turns[Value]) -> dict[str, Value]:
+    """What a task gives, run without stopping."""
+    try:
+        while True:
+            next(task)
+    except StopIteration as stop:
+        made: dict[str, Value] = stop.value
+        return made
+
+
+def together(tasks: Sequence[Turns[Value]], order: Iterable[int]) -> list[dict[str, Value]]:
+    """What two tasks give that run in turns: `order` has the task whose turn it is, from one of its stops to the next.
+
+    Tasks that have not ended when `order` has are run to their end, one after the other.
+    """
+    made: dict[int, dict[str, Value]] = {}
+    for turn in order:
+        if len(made) == len(tasks):
+            break
+        if turn not in made:
+            try:
+                next(tasks[turn])
+            except StopIteration as stop:
+                made[turn] = stop.value
+    return [made[at] if at in made else ended(task) for at, task in enumerate(tasks)]

@@ -6,19 +6,16 @@ micro-batches are unlike have orders of their own (`step_schedule`, `time_step`)
 """
 
 from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
-from hyper_parallel.schedule.check import check_schedule
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.declared import check_pipeline, stages_of
-from hyper_parallel.schedule.forward_only import forward_only, forward_only_kinds
+from hyper_parallel.schedule.declared import check_pipeline, named_schedule, stages_of, stages_per_rank
 from hyper_parallel.schedule.lower_bound import makespan_bound
-from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind
-from hyper_parallel.schedule.names import named_schedule, stages_per_rank
+from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, forward_only, forward_only_kinds
 from hyper_parallel.schedule.pairs import pairs_of_stages, with_pairs, with_steady_pairs
-from hyper_parallel.schedule.schedule import Action, Schedule
+from hyper_parallel.schedule.schedule import Action, Schedule, check_schedule
 from hyper_parallel.schedule.step_order import StepSchedule, step_schedule
 from hyper_parallel.schedule.step_timing import time_step
 from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule
-from hyper_parallel.strategy.schedule_name import ScheduleName
+from hyper_parallel.strategy.pipeline import ScheduleName
 
 __all__ = [
     "Action",

@@ -5,8 +5,7 @@
 
 from hyper_parallel.shard.load_weights import fill_weights, init_weights, load_weights
 from hyper_parallel.shard.parallelize import parallelize
-from hyper_parallel.shard.sharded_model import ShardedModel, sharded
-from hyper_parallel.shard.sharded_parameter import ShardedParameter
+from hyper_parallel.shard.sharded_model import ShardedModel, ShardedParameter, sharded
 
 __all__ = [
     "ShardedModel",

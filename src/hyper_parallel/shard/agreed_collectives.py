@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.compat.dispatch import leaves_of
 from hyper_parallel.compat.fsdp_groups import (
     BackwardFlags,
     ParameterGroup,
@@ -33,7 +34,6 @@ from hyper_parallel.compat.fsdp_groups import (
     unchanged_in_place,
     watch_lookups,
 )
-from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
 from hyper_parallel.shard.process_mesh import ProcessMesh
 

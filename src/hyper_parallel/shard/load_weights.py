@@ -18,17 +18,15 @@ from torch import nn
 
 from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank
-from hyper_parallel.compat.paged_out_parameters import filled, hollow
+from hyper_parallel.compat.memory import filled, hollow
 from hyper_parallel.compat.traced_tensors import Source
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.shard.dora_magnitudes import Magnitudes, is_magnitude
 from hyper_parallel.shard.folder_weights import FolderWeights
-from hyper_parallel.shard.lora_adapters import initialise, name_in_base
+from hyper_parallel.shard.lora_adapters import Magnitudes, initialise, is_magnitude, name_in_base
+from hyper_parallel.shard.reshard import fill_piece
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder
-from hyper_parallel.shard.sharded_model import ShardedModel, sharded
-from hyper_parallel.shard.sharded_parameter import ShardedParameter
-from hyper_parallel.shard.whole_tensors import fill_piece
+from hyper_parallel.shard.sharded_model import ShardedModel, ShardedParameter, sharded
 
 
 def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:

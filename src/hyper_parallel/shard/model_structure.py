@@ -1,20 +1,23 @@
-"""Model structure: decoder layers, attention heads, fused projections."""
+"""Model structure: decoder layers, attention heads, fused projections, vision towers, and the modules of submodels."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from hyper_parallel.compat.pytree import leaves_of
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.compat.dispatch import leaves_of
+from hyper_parallel.errors import StrategyError, nearest
+from hyper_parallel.graph.partition import by_modules
+from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
 from hyper_parallel.shard.lora_adapters import without_adapters
-from hyper_parallel.shard.rules import decoder_of, is_transformers
+from hyper_parallel.shard.rules import decoder_of, input_embedding, is_transformers
+from hyper_parallel.strategy.axes import Submodel
 
 REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 """The attributes in which `nn.Module` keeps what is registered."""
@@ -157,3 +160,157 @@ def parameter_of(module: nn.Module, own: str) -> nn.Parameter:
     parameter = module._parameters[own]
     assert parameter is not None
     return parameter
+
+
+# Vision towers: parts of a model that a micro-batch without images leaves out.
+#
+# FSDP2 reduces the gradients that there are, and ranks must agree on which these are: where one rank's rows have an
+# image and another's have none, they would wait for each other. So every weight of a tower has a gradient in every
+# micro-batch: of zero where the tower did not run, and where it did, of zero for weights that it does not compute with,
+# such as layers behind the one whose features are used.
+
+
+def apply_towers(model: nn.Module) -> None:
+    """Give gradients, if only of zero, to all that stands beside a Transformers model's decoder.
+
+    Applied before the parameters' access, so that it finds in the modules what they compute with.
+    """
+    if not is_transformers(model):
+        return
+    towers = list(towers_of(model))
+    if towers:
+        wrap(model, _completing(towers))
+
+
+def towers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules with weights that hold no part of the language model: not the decoder, embedding or head."""
+    core: Any = model
+    language = {
+        id(part)
+        for root in (
+            model.get_submodule(decoder_of(model)),
+            input_embedding(model),
+            core.get_output_embeddings(),
+        )
+        if root is not None
+        for part in root.modules()
+    }
+
+    def outside(module: nn.Module) -> Iterator[nn.Module]:
+        if id(module) in language:
+            return
+        if not any(id(part) in language for part in module.modules()):
+            if next(module.parameters(), None) is not None:
+                yield module
+            return
+        for child in module.children():
+            yield from outside(child)
+
+    yield from outside(model)
+
+
+def _completing(towers: list[nn.Module]) -> Wrapper:
+    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return output
+        return _with_zero(output, sum(_zero(tower) for tower in towers))
+
+    return wrapper
+
+
+def _zero(tower: nn.Module) -> Tensor:
+    """0, with a gradient of zeros to every weight of the tower."""
+    weights = [weight for weight in _weights(tower) if weight.requires_grad]
+    return sum((weight.flatten()[:1].float() * 0).sum() for weight in weights)  # type: ignore[return-value]
+
+
+def _weights(tower: nn.Module) -> Iterator[Tensor]:
+    for module in tower.modules():
+        for weight in module._parameters.values():
+            if weight is not None:
+                yield weight
+
+
+def _with_zero(output: Any, zero: Any) -> Any:
+    if not isinstance(zero, Tensor):
+        return output
+    if isinstance(output, Tensor):
+        return output + zero.to(output.dtype)
+    for name in ("loss", "logits"):
+        found = getattr(output, name, None)
+        if found is not None:
+            output[name] = found + zero.to(found.dtype)
+            break
+    return output
+
+
+def assigned_modules(model: nn.Module, submodels: Mapping[str, Submodel]) -> dict[str, int]:
+    """Names of modules to the places of their submodels, in the order of `submodels`; what a module contains belongs to
+    it. "" is the submodel that has all others, if there is one.
+
+    Raises StrategyError for a module that the model does not have or that two submodels name, for several submodels
+    without modules, and for weights that no submodel has.
+    """
+    known = dict(model.named_modules())
+    found: dict[str, int] = {}
+    rest = [name for name, one in submodels.items() if not one.modules]
+    if len(rest) > 1:
+        raise StrategyError(
+            f"submodels: {' and '.join(rest)} name no modules; one of them may have all others, and the rest must "
+            "name theirs (modules)"
+        )
+    for place, (name, one) in enumerate(submodels.items()):
+        for module in one.modules:
+            if module not in known or not module:
+                raise StrategyError(
+                    f"submodels.{name}: the model has no module {module!r}{nearest(module, filter(None, known))}"
+                )
+            for other, taken in found.items():
+                if f"{module}.".startswith(f"{other}.") or f"{other}.".startswith(f"{module}."):
+                    raise StrategyError(
+                        f"submodels.{name}: {module!r} overlaps {other!r} of {list(submodels)[taken]}; give each "
+                        "module to one submodel"
+                    )
+            found[module] = place
+    if rest:
+        found[""] = list(submodels).index(rest[0])
+    _check_weights(model, submodels, found)
+    return found
+
+
+def submodel_of(assigned: Mapping[str, int]) -> Callable[[str], int | None]:
+    """The submodel of a module by its name, with `assigned` as of `assigned_modules`; None for a module that contains
+    several: its own code joins their values, and belongs where these are.
+
+    >>> of = submodel_of({"model.vision_tower": 0, "": 1})
+    >>> of("model.vision_tower.layers.0"), of("model.language_model"), of("model")
+    (0, 1, None)
+    """
+    containing = {""} | {
+        module[:at] for module in assigned for at, letter in enumerate(module) if letter == "."
+    }
+
+    def found(module: str) -> int | None:
+        return None if module in containing and module not in assigned.keys() - {""} else of(module)
+
+    of = by_modules(assigned)
+    return found
+
+
+def _check_weights(model: nn.Module, submodels: Mapping[str, Submodel], found: Mapping[str, int]) -> None:
+    """Every weight has a submodel, and every submodel a weight."""
+    having: set[int] = set()
+    for weight, _ in model.named_parameters():
+        owners = [
+            place for module, place in found.items() if module and f"{weight}.".startswith(f"{module}.")
+        ]
+        if not owners and "" not in found:
+            raise StrategyError(
+                f"submodels: no submodel has {weight!r}; name its module in one, or leave modules out in one, which "
+                "then has all others"
+            )
+        having.add(owners[0] if owners else found[""])
+    for place, name in enumerate(submodels):
+        if place not in having:
+            raise StrategyError(f"submodels.{name}: no weights are left for it; leave it out")

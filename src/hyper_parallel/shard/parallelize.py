@@ -13,53 +13,64 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.fsdp import keep_gradient_sharded
 from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
-from hyper_parallel.compat.uneven_gradients import keep_gradient_sharded
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.report.waiting import waiting
-from hyper_parallel.shard.activation_checkpointing import apply_recompute, recomputed_modules
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
 from hyper_parallel.shard.context.gather_positions import apply_gathered
-from hyper_parallel.shard.dropout import POSITIONS, apply_dropout, refuse_other_draws, sites_of
-from hyper_parallel.shard.experts.auxiliary_loss import Balancing
-from hyper_parallel.shard.experts.load_balancing import Routing
-from hyper_parallel.shard.experts.token_layout import apply_experts_plan
-from hyper_parallel.shard.fsdp_units import frees_after_forward, separately_gathered
-from hyper_parallel.shard.functional_dropout import apply_functional_dropout
-from hyper_parallel.shard.gathered_at_root import GatheredAtRoot
-from hyper_parallel.shard.loss.root import apply_loss
-from hyper_parallel.shard.model_structure import without_values
-from hyper_parallel.shard.own_terms import own_terms
+from hyper_parallel.shard.dropout import (
+    POSITIONS,
+    apply_dropout,
+    apply_functional_dropout,
+    refuse_other_draws,
+    sites_of,
+)
+from hyper_parallel.shard.experts.routing import Routing, apply_experts_plan
+from hyper_parallel.shard.forward import find_positions_in_masks
+from hyper_parallel.shard.loss.auxiliary_loss import Balancing, own_terms
+from hyper_parallel.shard.loss.causal_lm import apply_loss
+from hyper_parallel.shard.memory import (
+    apply_casts,
+    apply_recompute,
+    compute_dtypes,
+    dtype,
+    frees_after_forward,
+    recomputed_modules,
+    separately_gathered,
+)
+from hyper_parallel.shard.model_structure import apply_towers, without_values
 from hyper_parallel.shard.owner_check.check import check_rows, check_rows_of_call, refuse_longer
-from hyper_parallel.shard.packed_documents import find_positions_in_masks
-from hyper_parallel.shard.parameter_gather import Access, AccessedParameter, Dtypes, apply_access
+from hyper_parallel.shard.parameter_gather import (
+    Access,
+    AccessedParameter,
+    Dtypes,
+    GatheredAtRoot,
+    apply_access,
+)
 from hyper_parallel.shard.parameter_hooks import ParameterHooks
-from hyper_parallel.shard.pipeline_place import PipelinePlace
-from hyper_parallel.shard.placement import placed_on
 from hyper_parallel.shard.plan import Plan, make_plan
-from hyper_parallel.shard.precision import apply_casts, compute_dtypes, dtype
-from hyper_parallel.shard.process_mesh import ProcessMesh
+from hyper_parallel.shard.process_mesh import PipelinePlace, ProcessMesh, placed_on
 from hyper_parallel.shard.region_check import (
     check_before_training,
     check_on_first_call,
     refusal_before_training,
 )
+from hyper_parallel.shard.region_check.outcome import SeenCall
 from hyper_parallel.shard.region_check.rehearsal import rehearse
 from hyper_parallel.shard.region_check.result_cache import unchanged
-from hyper_parallel.shard.region_check.sample_inputs import SeenCall
+from hyper_parallel.shard.reshard import cut
 from hyper_parallel.shard.rules import is_own, is_transformers
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
-from hyper_parallel.shard.tensor2d.apply import apply_edges_2d, apply_tensor_2d, split_between
-from hyper_parallel.shard.tensor_parallel import apply_boundaries, apply_edges
-from hyper_parallel.shard.vision_towers import apply_towers
-from hyper_parallel.shard.weights_elsewhere import (
+from hyper_parallel.shard.tensor.apply_1d import apply_boundaries, apply_edges
+from hyper_parallel.shard.tensor.apply_2d import apply_edges_2d, apply_tensor_2d, split_between
+from hyper_parallel.shard.written_weights import (
+    agree_on_collectives,
     explain_errors,
     refuse_parameters_in_attributes,
     refuse_sparse_gradients,
 )
-from hyper_parallel.shard.whole_tensors import cut
-from hyper_parallel.shard.written_weights import agree_on_collectives
 from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.fsdp import Hooks, at_end_of_backward, hooks_of
 from hyper_parallel.compat.fsdp_groups import after_backward
-from hyper_parallel.compat.parameter_hooks import Hooks, at_end_of_backward, hooks_of
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.hooks import Forward, wrap
-from hyper_parallel.shard.sharded_model import ShardedModel
-from hyper_parallel.shard.sharded_parameter import ShardedParameter, local_of
+from hyper_parallel.shard.sharded_model import ShardedModel, ShardedParameter, local_of
 
 
 class ParameterHooks:

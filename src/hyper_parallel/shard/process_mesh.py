@@ -1,27 +1,31 @@
-"""The mesh of processes: a device group with the process groups and collectives of its axes, joints and folds by name.
+"""The mesh of processes: the cluster that a strategy is placed on, process groups of axes, and the place in a pipeline.
 
-Everything that turns a rank into a coordinate, or an axis into a process group, goes by this object, and it is local to
-its device group: ranks are global, coordinates are those of the group's own mesh.
+Everything that turns a rank into a coordinate, or an axis into a process group, goes by `ProcessMesh`, and it is local
+to its device group: ranks are global, coordinates are those of the group's own mesh.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.cluster import Cluster
-from hyper_parallel.compat import collectives
-from hyper_parallel.errors import StrategyError
+from hyper_parallel.cluster import Cluster, misplaced
+from hyper_parallel.cluster.presets import preset_of
+from hyper_parallel.compat import backend, collectives
+from hyper_parallel.errors import ConfigError, StrategyError
 from hyper_parallel.graph.ir import CollectiveGroup
-from hyper_parallel.layout.device_group import DeviceGroup
-from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.link_levels import Levels, Part
-from hyper_parallel.shard.mesh_axis import Axis
+from hyper_parallel.layout.mesh import DeviceGroup, Mesh
+from hyper_parallel.shard.mesh_axis import Axis, Levels, Part
+from hyper_parallel.strategy import Strategy
 
 DATA_AXES = "replicate*shard"
 """The joint along which ranks see different rows."""
@@ -257,3 +261,112 @@ class ProcessMesh(Mapping[str, Axis]):
         for rank in ranks:
             members[tuple(self.devices.index(axis, rank) for axis in axes)] = rank
         return members
+
+
+@dataclass(frozen=True)
+class PipelinePlace:
+    """The device groups in the order of the pipeline, or of the submodels' declaration, and the group of this rank."""
+
+    groups: tuple[DeviceGroup, ...]
+    index: int
+    """Of this rank's group."""
+    owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name of a parameter or buffer to the groups that hold it, ascending; empty before the model is cut, when every
+    group counts as a holder."""
+    submodels: bool = False
+    """The groups have submodels of their own: one that a micro-batch does not need has no gradients in it."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, rank: int) -> PipelinePlace | None:
+        """The place of a rank of the run; None without a pipeline."""
+        if strategy.axes.pipeline == 1:
+            return None
+        groups = DeviceGroup.of_pipeline(strategy)
+        for index, group in enumerate(groups):
+            if rank in group.ranks:
+                return cls(groups, index)
+        raise StrategyError(
+            f"the strategy's axes multiply to {strategy.axes.world}, and this is rank {rank}; start that many workers"
+        )
+
+    @property
+    def devices(self) -> DeviceGroup:
+        """This rank's group."""
+        return self.groups[self.index]
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """The ranks of the run whose groups have the mesh of this one's."""
+        return tuple(
+            sorted(rank for group in self.groups if group.mesh == self.devices.mesh for rank in group.ranks)
+        )
+
+    def holders(self, name: str) -> tuple[DeviceGroup, ...]:
+        """The groups that hold a parameter or buffer."""
+        return tuple(self.groups[index] for index in self.owners.get(name, range(len(self.groups))))
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank's group holds it."""
+        return self.index in self.owners.get(name, (self.index,))
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's group is the first that holds it, and so speaks for it in sums over all ranks."""
+        return self.owners.get(name, (self.index,))[0] == self.index
+
+
+log = logging.getLogger(__name__)
+
+
+def placed_on(strategy: Strategy) -> Cluster | None:
+    """The cluster whose levels collectives run along; None where each collective is one flat call.
+
+    Every rank calls it. Rank 0 logs a warning for each axis that spans more than the level it is placed on.
+
+    Raises StrategyError when the nodes have different numbers of ranks and the file does not give a number.
+    """
+    placement = strategy.placement
+    if not placement.given or not dist.is_initialized() or strategy.axes.world == 1:
+        return None
+    cluster = Cluster.of(strategy, None if placement.devices.node else _local_world())
+    if dist.get_rank() == 0:
+        for line in misplaced(strategy, cluster):
+            log.warning("%s", line)
+    return cluster if placement.collectives == "levels" else None
+
+
+def _local_world() -> int | None:
+    """Ranks on each node, from the launcher's environment; None where it is unset or ranks are simulated."""
+    if dist.get_backend() == "fake":
+        return None
+    # 0 where it is unset, so that all ranks notice when only some have it.
+    mine = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    given = torch.tensor([mine, -mine], device=collectives.device_type())
+    most, least = collectives.all_reduce(given, group, "max").tolist()
+    if most != -least:
+        raise StrategyError(
+            f"nodes have between {-least} and {most} ranks (LOCAL_WORLD_SIZE), which are no levels to place axes on; "
+            "start as many on each node, or set strategy.placement.devices.node"
+        )
+    return mine or None
+
+
+def planning_cluster(strategy: Strategy, section: Literal["overlap", "memory"], kind: str) -> Cluster | None:
+    """The machine by which a section of the strategy is planned; None where nothing is known of the device.
+
+    Raises ConfigError for a cluster that is not known or has no device.
+    """
+    name = getattr(strategy, section).cluster
+    if name is not None:
+        cluster = Cluster.named(name).for_workers(strategy.axes.world)
+        if cluster.device is None:
+            raise ConfigError(
+                f"strategy.{section}.cluster: {name} describes no device, without which nothing can be simulated; "
+                "give it a device, or leave it out"
+            )
+        return cluster
+    known = preset_of(backend(kind).device_name())
+    if known is None:
+        return None
+    found, node = Cluster.preset(known), strategy.placement.devices.node
+    return replace(found, node=node) if node else found

@@ -30,7 +30,7 @@ class SavedKind(StrEnum):
     GRADIENT = "gradient"
     """A sum of gradients that is not reduced yet."""
     COUNT = "count"
-    """Rows that each expert of a module got (`shard.experts.load_balancing`)."""
+    """Rows that each expert of a module got (`shard.experts.routing`)."""
 
 
 class SavedItem(NamedTuple):

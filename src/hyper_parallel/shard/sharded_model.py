@@ -4,10 +4,10 @@
 |---|---|
 | `plan` | the sharding metadata: a Layout for each parameter, and what is done around each module |
 | `axes` | the mesh of processes: ranks, coordinates, process groups, collectives (`shard.process_mesh`) |
-| `pipeline` | this rank's place in a pipeline, and which parameters it holds (`shard.pipeline_place`) |
+| `pipeline` | this rank's place in a pipeline, and which parameters it holds (`shard.process_mesh`) |
 | `gathers` | what is saved between the micro-batches of a step (`shard.saved_gathers`) |
-| `routing` | the loads of its experts (`shard.experts.load_balancing`) |
-| `balancing` | its routers' auxiliary loss (`shard.experts.auxiliary_loss`) |
+| `routing` | the loads of its experts (`shard.experts.routing`) |
+| `balancing` | its routers' auxiliary loss (`shard.loss.auxiliary_loss`) |
 
 Its methods are those of the parts, on this model.
 """
@@ -15,33 +15,30 @@ Its methods are those of the parts, on this model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hyper_parallel.compat import collectives, fsdp
+from hyper_parallel.compat.kernels import scale_, sum_of_squares
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.graph.step_context import current_step
-from hyper_parallel.layout.device_group import DeviceGroup
+from hyper_parallel.graph.step_context import Draw, current_step
 from hyper_parallel.layout.layout import Layout
-from hyper_parallel.layout.mesh import Mesh
-from hyper_parallel.shard.dropout import Draw
-from hyper_parallel.shard.gradient_clipping import clip_gradients, gradient_norm
-from hyper_parallel.shard.pipeline_place import PipelinePlace
-from hyper_parallel.shard.plan.types import Plan
-from hyper_parallel.shard.process_mesh import DATA_AXES, ProcessMesh
+from hyper_parallel.layout.mesh import DeviceGroup, Mesh
+from hyper_parallel.shard.plan.plan import Plan
+from hyper_parallel.shard.process_mesh import DATA_AXES, PipelinePlace, ProcessMesh
+from hyper_parallel.shard.reshard import cut_on_ranks, gathered
 from hyper_parallel.shard.saved_gathers import SavedGathers
-from hyper_parallel.shard.sharded_parameter import ShardedParameter
-from hyper_parallel.shard.whole_tensors import cut_on_ranks, gathered
 from hyper_parallel.strategy import Strategy
 
 if TYPE_CHECKING:
-    from hyper_parallel.shard.experts.auxiliary_loss import Balancing
-    from hyper_parallel.shard.experts.load_balancing import Routing
+    from hyper_parallel.shard.experts.routing import Routing
+    from hyper_parallel.shard.loss.auxiliary_loss import Balancing
 
 _ATTRIBUTE = "_hyper_parallel"
 
@@ -213,3 +210,98 @@ def sharded(model: nn.Module) -> ShardedModel:
         )
     assert isinstance(handle, ShardedModel)
     return handle
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter as one rank holds it."""
+
+    name: str
+    """Its fully qualified name, the same as in the unsharded model."""
+    planned: Layout
+    """Its layout in the plan, in the model's own order of experts."""
+    parameter: nn.Parameter
+    owners: tuple[DeviceGroup, ...] = ()
+    """The device groups of a pipeline that hold it; empty without a pipeline."""
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    """Name of a parameter to the order of its dim 0, where experts were placed by their loads; changes during a run."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that it has now. Experts that are placed anew have another one afterwards: ask each time."""
+        order = self.orders.get(self.name)
+        return self.planned if order is None else self.planned.ordered(0, order)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's piece, without autograd; writing to it writes the parameter."""
+        return local_of(self.parameter.detach())
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's piece of the gradient, or None before a backward pass."""
+        return None if self.parameter.grad is None else local_of(self.parameter.grad)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor that may be a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# Gradient norm and clipping across meshes: one norm over all parameters, whatever their layouts.
+#
+#     norm² = Σ over parameters: (Σ over ranks: ‖local gradient‖²) / copies                        `gradient_norm`
+#     clipped = gradient · min(1, max_norm / (norm + 1e-6))                                        `clip_gradients`
+#
+# `copies` counts the ranks that hold the same elements; the factor is that of torch.nn.utils.clip_grad_norm_. Eager and
+# captured steps, and the `clip_grad_norm_` of the integrations, compute the norm and clip with these two functions.
+
+
+class HasGradient(Protocol):
+    """A parameter's local shard."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the parameter is split."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's shard of the gradient."""
+
+
+def gradient_norm(
+    parameters: Iterable[HasGradient], reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The 2-norm of the whole gradient, fp32 []; `reduce` sums over all ranks of the mesh."""
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    total = torch.zeros(())
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            by_copies.setdefault(parameter.layout.copies, []).append(gradient)
+    for copies, gradients in sorted(by_copies.items()):
+        total = total.to(gradients[0].device) + sum_of_squares(gradients) / copies
+    return reduce(total).sqrt()
+
+
+def clip_gradients(
+    gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float, *, in_graph: bool = False
+) -> None:
+    """Scale gradients in place so that their norm, given as `norm`, is at most `max_norm`.
+
+    `in_graph`: the step is being captured. The comparison with the limit, which an eager step makes on the host, is
+    then an operator of the device, and a separate operator scales each gradient, so that `graph.host_nodes` can move
+    it together with that parameter's update.
+    """
+    if not in_graph:
+        # A stage of a pipeline may have nothing that is trained.
+        if found := list(gradients):
+            scale_(found, _factor(norm, max_norm))
+        return
+    factor = torch.where(norm > max_norm, _factor(norm, max_norm), torch.ones_like(norm))
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -9,7 +9,7 @@ events every rate is constant, so that remaining work falls linearly:
 - A kernel occupies the matrix or the vector engine. Beside a collective its rate is 1 / `comm_slowdown`, else 1.
 - Where the host takes time to enqueue an op, it starts no sooner than that (`simulator.host_queue`).
 - A collective starts when it is ready in all classes of its ranks. Collectives and copies run at max-min fair rates
-  (`simulator.bandwidth_sharing`) on the link levels and tiers of the devices that they use.
+  (`simulator.host_queue`) on the link levels and tiers of the devices that they use.
 
 Simultaneous events run in the order in which they were scheduled, so that a simulation is reproducible.
 """
@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hyper_parallel.errors import TraceError
-from hyper_parallel.simulator.bandwidth_sharing import Resource, Sharing
-from hyper_parallel.simulator.host_queue import HostQueue, is_waited_for
+from hyper_parallel.simulator.host_queue import HostQueue, Resource, Sharing, is_waited_for
 from hyper_parallel.simulator.op_costs import Costs, Leg
 from hyper_parallel.trace import Op, Span, Trace, copy_tiers, is_compute
-from hyper_parallel.trace.validate import Meeting, meetings
+from hyper_parallel.trace.trace import Meeting, meetings
 
 Only = Literal["compute", "comm"]
 

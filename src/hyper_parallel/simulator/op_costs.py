@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.cluster import Algorithm
+from hyper_parallel.cluster.collective_cost import TokenDispatch
 from hyper_parallel.cluster.device import Device
-from hyper_parallel.cluster.token_dispatch import TokenDispatch
 from hyper_parallel.errors import ConfigError, TraceError
 from hyper_parallel.trace import Collective, Op, Trace, copy_tiers
 from hyper_parallel.workload.work import Work

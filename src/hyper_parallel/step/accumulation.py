@@ -1,7 +1,7 @@
 """Steps of several micro-batches from the captured step of one: a loop that runs, or one graph that is planned over.
 
 Passes rewrite the captured step, which stands for all micro-batches. Only the order of collectives that is simulated
-(`overlap.overlap_pass`) wants two of them, to put them side by side: it rewrites the body of a loop over pairs, where
+(`overlap.order_search`) wants two of them, to put them side by side: it rewrites the body of a loop over pairs, where
 the number of micro-batches is even.
 """
 
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from hyper_parallel.graph import Pass, StepGraph, rewritten
-from hyper_parallel.graph.accumulate import Accumulation, accumulation
-from hyper_parallel.graph.data_flow import data_sources, seen_through
+from hyper_parallel.graph.accumulate import Accumulation, LoopExecutable, accumulation, loop_executable
+from hyper_parallel.graph.capture_overrides import uncollected
+from hyper_parallel.graph.dependencies import data_sources, seen_through
 from hyper_parallel.graph.execute import Host
-from hyper_parallel.graph.execute_loop import LoopExecutable, loop_executable
 from hyper_parallel.graph.expand import Numbered, expanded, unrolled
-from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
-from hyper_parallel.graph.no_gc import uncollected
+from hyper_parallel.graph.gradients import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
 from hyper_parallel.step.micro_batch import LOSS, MICRO_FIELDS, ROWS, WEIGHT, micro_input
 from hyper_parallel.strategy.memory import ShardLevel
 

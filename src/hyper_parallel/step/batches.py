@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.data import Order, Rows
-from hyper_parallel.data.dealing import dealt
+from hyper_parallel.data.order import dealt
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.forward import several_documents
 from hyper_parallel.shard.loss import valid_tokens
-from hyper_parallel.shard.packed_documents import several_documents
-from hyper_parallel.shard.row_length import length_multiple
+from hyper_parallel.shard.model_structure import towers_of
+from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.vision_towers import towers_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Batches:
         *,
         balance: bool = True,
     ) -> None:
-        """`balance`: rows are dealt (`data.dealing`)."""
+        """`balance`: rows are dealt (`data.order`)."""
         self._text, self._order, self._batch, self._device = text, order, batch, device
         self._handle, self._multiple = handle, length_multiple(handle.plan)
         self._several = text.several

@@ -9,27 +9,28 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hyper_parallel.compat import backend
 from hyper_parallel.config import ModelConfig, RunConfig
 from hyper_parallel.config.model import read_config
 from hyper_parallel.data import MultimodalData, Tokenizer, TrainingData, load_data
 from hyper_parallel.data.export_assets import generation_config
-from hyper_parallel.data.text import check_positions
+from hyper_parallel.data.load import check_positions
 from hyper_parallel.errors import ConfigError, nearest
-from hyper_parallel.offloading.runtime.parameter_paging import lend
+from hyper_parallel.offloading.paging import lend
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.folder_weights import has_untied_weights
-from hyper_parallel.shard.loss.forward import first_position
+from hyper_parallel.shard.forward import first_position
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.rules import has_encoder
 from hyper_parallel.step.adapters import with_adapters
-from hyper_parallel.step.compile_options import artifacts_of
 from hyper_parallel.step.engine import check_length, try_graph
 from hyper_parallel.step.epochs import with_steps
 from hyper_parallel.step.graph_cache import Graphs, eagerly
@@ -360,3 +361,35 @@ def untie(hf: Any) -> None:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+# Compile options: whether graphs are compiled, and the artifact folder.
+#
+# Decided by the run file and the device alone, never by a clock: compiled sums come out a little different, and the
+# same file must give the same numbers each time.
+
+PAYS_FROM = 300.0
+"""Seconds of computing from which `train.compile: auto` compiles: about ten times what a first compilation takes."""
+_UTILISATION = 0.5
+_UNKNOWN_PEAK = 1e11
+"""FLOP/s of a device without a data sheet: a few processor cores with wide vectors."""
+
+
+def artifacts_of(config: RunConfig, flops: Flops, device: torch.device | str) -> Path | None:
+    """The folder of the artifacts, below the run's cache; None when nothing is to be compiled."""
+    chosen = config.train.compile
+    if config.effective_strategy.memory.device is not None:
+        return None  # a compiled layer holds what no plan of the memory knows of
+    if chosen == "auto":
+        # What is measured operator by operator must be run so.
+        chosen = config.train.profile is None and estimated_seconds(config, flops, device) >= PAYS_FROM
+    return Path(config.data.cache).expanduser() / "compiled" if chosen else None
+
+
+def estimated_seconds(config: RunConfig, flops: Flops, device: torch.device | str) -> float:
+    """A rough estimate of how long the run computes, from its FLOPs and the device's peak."""
+    tokens = config.train.steps * config.train.batch * config.data.sequence
+    world = config.effective_strategy.axes.world
+    compute = getattr(torch, config.effective_strategy.precision.compute)
+    peak = backend(torch.device(device).type).peak_flops(compute) or _UNKNOWN_PEAK
+    return flops.per_token(config.data.sequence) * tokens / world / (peak * _UTILISATION)

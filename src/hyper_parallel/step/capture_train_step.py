@@ -14,32 +14,31 @@ A step of several micro-batches is captured with one of them, and made a loop ov
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat.fake_process_group import faked
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.fake_tensors import faked
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph import StepGraph, capture, phase, rewritten
-from hyper_parallel.graph.gradient_layout import owned
-from hyper_parallel.graph.ir import GivenTensor
-from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.graph.regions import micro_batch
-from hyper_parallel.graph.step_context import current_step
-from hyper_parallel.offloading.runtime.expert_overflow import load_shown
+from hyper_parallel.graph import StepGraph, capture, host, phase, rewritten
+from hyper_parallel.graph.gradients import owned
+from hyper_parallel.graph.host_nodes import HostPoint
+from hyper_parallel.graph.ir import GivenTensor, module_state
+from hyper_parallel.graph.step_context import current_step, micro_batch
+from hyper_parallel.offloading.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.activation_checkpointing import recomputed_modules
-from hyper_parallel.shard.graph_passes import in_place, recompute_pass
-from hyper_parallel.shard.packed_documents import several_documents
+from hyper_parallel.shard.experts.routing import update_biases
+from hyper_parallel.shard.forward import several_documents
+from hyper_parallel.shard.memory import in_place, recompute_pass, recomputed_modules
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
+from hyper_parallel.shard.sharded_model import clip_gradients
 from hyper_parallel.step.accumulation import accumulating, whole_step
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.capture_periods import captured_by_periods
-from hyper_parallel.step.finish_step import finish_step
+from hyper_parallel.step.capture_micro_batch import captured_by_periods
 from hyper_parallel.step.micro_batch import (
     MICRO_FIELDS,
     WEIGHT,
@@ -51,7 +50,7 @@ from hyper_parallel.step.micro_batch import (
     trained,
 )
 from hyper_parallel.step.optimizer import Optimizer, build_optimizer
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 
 
 class MicroBatchShape(NamedTuple):
@@ -279,3 +278,24 @@ class _Body:
             parameter.grad = None
         self._of.clear()
         self._taken.clear()
+
+
+def finish_step(
+    recipe: Recipe, gradients: Iterable[Tensor], loss: Tensor, tokens: Tensor, lr_scale: Tensor
+) -> None:
+    """Update the parameters, which have these gradients, where the host does not raise at ``check``.
+
+    `loss`: this rank's part, fp32 []; `tokens`: valid ones over all ranks, fp32 []; `lr_scale`: of the schedule,
+    float64 [].
+    """
+    with phase("clip"):
+        norm = recipe.handle.grad_norm()
+        said = host(HostPoint.LOAD, [loss], CONTROL_VECTOR)
+        values, loads = recipe.summed(loss, norm, tokens, said)
+        host(HostPoint.CHECK, [values, loads])
+        if recipe.clip is not None:
+            clip_gradients(gradients, norm, recipe.clip, in_graph=True)
+    with phase("optimizer"):
+        recipe.optimizer.step(lr_scale)
+        if recipe.router_bias_rate:
+            update_biases(recipe.model, loads, recipe.router_bias_rate)

@@ -13,8 +13,9 @@ from hyper_parallel.data import TrainingData
 from hyper_parallel.errors import BudgetError, StrategyError
 from hyper_parallel.overlap.collective_order import APART, DIGEST, order_digest
 from hyper_parallel.report.waiting import waiting
-from hyper_parallel.shard import ShardedModel, parallelize, row_length, sharded
+from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.model_structure import without_values
+from hyper_parallel.shard.plan import plan
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_cache import (
@@ -128,6 +129,6 @@ def _tried(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> tup
 def check_length(handle: ShardedModel, config: RunConfig) -> None:
     """Raise StrategyError when rows of the run's length cannot be split as its strategy wants."""
     try:
-        row_length.check_length(handle.plan, config.data.sequence)
+        plan.check_length(handle.plan, config.data.sequence)
     except StrategyError as error:
         raise StrategyError(f"data.sequence: {error}") from None

@@ -19,10 +19,10 @@ from torch import Tensor, fx
 from hyper_parallel.errors import BudgetError, CaptureError, CompileError, GraphError, HyperParallelError
 from hyper_parallel.graph import Pass, StepGraph, executable
 from hyper_parallel.graph.accumulate import Accumulation
+from hyper_parallel.graph.capture_overrides import uncollected
 from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.dynamic_sizes import uncertain
 from hyper_parallel.graph.execute import Host
-from hyper_parallel.graph.no_gc import uncollected
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime

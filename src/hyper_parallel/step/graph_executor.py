@@ -11,15 +11,22 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from hyper_parallel.compat import is_out_of_memory
-from hyper_parallel.errors import BudgetError, HyperParallelError
-from hyper_parallel.graph.suspension import HostPoint
+from hyper_parallel.errors import BudgetError, CompileError, HyperParallelError
+from hyper_parallel.graph import StepGraph, values_of
+from hyper_parallel.graph.accumulate import changed_input
+from hyper_parallel.graph.compiled import is_compiled
+from hyper_parallel.graph.host_nodes import HOST, HostPoint
+from hyper_parallel.graph.ir import is_cache
+from hyper_parallel.graph.memory_effects import touched
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.launch import logs
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.stop import Requests
-from hyper_parallel.offloading.runtime.expert_overflow import (
+from hyper_parallel.offloading import Runtime
+from hyper_parallel.offloading.expert_overflow import (
     ELSEWHERE_FULL,
     TooUneven,
     changed_before,
@@ -30,13 +37,11 @@ from hyper_parallel.offloading.runtime.expert_overflow import (
 )
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.capture_train_step import batch_inputs, state
-from hyper_parallel.step.compiled_failure import why_uncompiled
-from hyper_parallel.step.graph_cache import ELSEWHERE, Captured, Graphs, eagerly, over_budget
-from hyper_parallel.step.nonfinite import gradients_counted
-from hyper_parallel.step.nonfinite_report import non_finite
+from hyper_parallel.step.graph_cache import ELSEWHERE, Captured, Graphs, RunsStep, eagerly, over_budget
+from hyper_parallel.step.nonfinite_report import counted, non_finite
 from hyper_parallel.step.out_of_memory import post_mortem
 from hyper_parallel.step.profiling import Profiling
-from hyper_parallel.step.recipe import Recipe, StepResult, StepSums
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe, StepResult, StepSums
 from hyper_parallel.step.replan import Replanning
 from hyper_parallel.step.train_step import Stepper, accumulate, control_values_of
 
@@ -275,3 +280,111 @@ class _Host:
         goes_on = self.following is not None
         changed = goes_on and self._replanning is not None and self._replanning.wanted()
         return control_values_of(self.following, self._requests(), self._memory, device, ends, changed)
+
+
+# Compiled code that fails when it runs: the step begins again uncompiled where that gives the step's results.
+#
+# Compiled code is made for inputs of certain shapes, strides and devices, and checks them; it may also choose and build
+# kernels in its first run. Such an error arises in the node that calls it, in the middle of a step.
+
+_ADVICE = "train.compile=false runs the same steps uncompiled"
+
+
+def why_uncompiled(graph: Captured, error: BaseException, step: int, world: int) -> str | None:
+    """Why `step`, counted from 0, has to begin again uncompiled; None where `error` did not arise in compiled code.
+
+    Raises CompileError where it cannot begin again: other workers are past its first collectives, or it has changed
+    what it was given, such as a buffer that counts forward passes.
+    """
+    node = graph.executable.node_of(error)
+    if node is None or not is_compiled(node):
+        return None
+    region = region_of(node)
+    place = f"{region.layer or 'the model'} ({region.phase})"
+    reason = (str(error).strip().splitlines() or [""])[0]
+    why = f"compiled code of {place} failed in step {step + 1}: {type(error).__name__}: {reason}"
+    if world > 1:
+        raise CompileError(f"{why}. {_ADVICE}") from error
+    if (changed := changed_input(graph.step, {node}, graph.loop)) is not None:
+        raise CompileError(
+            f"{why}. The step has changed {changed} by then and cannot begin again; {_ADVICE}"
+        ) from error
+    return why
+
+
+# Finds non-finite gradients within a memory budget.
+#
+# Where a step is found to be unusable its gradients may be elsewhere, or gone. So the step is run again, up to where
+# that was found, and the host looks at each gradient while it is there: right behind the last node that has to do with
+# it.
+
+
+def gradients_counted(
+    step: StepGraph,
+    runtime: Runtime,
+    state: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    runs: Callable[[StepGraph], RunsStep],
+) -> dict[str, Tensor]:
+    """What `guard.counted` says of each gradient, by the name of its parameter. The collectives are the step's. `runs`:
+    what runs a graph that was made of the step.
+
+    `state` of what the step is `given` was not changed since the step began, and rests where it wants it afterwards.
+    """
+    found: dict[str, Tensor] = {}
+    looked, names = looking(step)
+    left = iter(names)
+
+    def host(point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
+        if point is HostPoint.LOAD:
+            return torch.zeros(CONTROL_VECTOR, device=values[0].device)
+        if point is HostPoint.CHECK:
+            raise _Seen
+        if point is HostPoint.LOOK:
+            found[next(left)] = counted(values[0])
+        return None
+
+    runtime.stopped(state)
+    try:
+        runs(looked).run(given, host)
+    except _Seen:
+        runtime.stopped(state)
+    return found
+
+
+class _Seen(Exception):
+    """Ends the second run of a step."""
+
+
+def looking(step: StepGraph) -> tuple[StepGraph, list[str]]:
+    """The step with a point for each gradient at which the host is shown it, before the host is shown the norm; and
+    the names of the gradients in the order of these points."""
+    made = step.copy()
+    names: dict[fx.Node, str] = {}
+    seen: set[int] = set()
+    checked = False
+    for node in reversed(list(made.nodes)):
+        if node.target is HOST and node.args[0] == HostPoint.CHECK:
+            checked = True
+        if not checked or is_cache(node):
+            continue
+        made_here = {value.storage for value in values_of(node)}
+        for storage in sorted((touched(node) | made_here) & (made.gradients.keys() - seen)):
+            shown = _whole(node, storage)
+            if shown is not None:
+                seen.add(storage)
+                with made.graph.inserting_after(node):
+                    look = made.graph.call_function(HOST, (HostPoint.LOOK.value, [shown], 0))
+                names[look] = made.gradients[storage]
+                look.meta = {key: node.meta[key] for key in ("region", "module", "recomputed")}
+    return made, [names[node] for node in made.nodes if node in names]
+
+
+def _whole(node: fx.Node, storage: int) -> fx.Node | None:
+    """The largest value in a storage that a node is given or gives; None where that is one of several."""
+    found = [
+        (max(value.elements for value in values), other)
+        for other in (node, *node.all_input_nodes)
+        if len(values := list(values_of(other))) == 1 and values[0].storage == storage
+    ]
+    return max(found, key=lambda one: one[0])[1] if found else None

@@ -14,10 +14,11 @@ from dataclasses import replace
 
 import torch
 
-from hyper_parallel.compat import backend, paged_out_parameters
+from hyper_parallel.compat import backend
+from hyper_parallel.compat.memory import forget, keep, settling
 from hyper_parallel.offloading import OffloadTier, Runtime
-from hyper_parallel.offloading.runtime.bandwidth_monitor import BandwidthMonitor
-from hyper_parallel.offloading.runtime.open_tiers import cluster_for, measured, open_tiers
+from hyper_parallel.offloading.open_tiers import cluster_for, measured, open_tiers
+from hyper_parallel.offloading.runtime import BandwidthMonitor
 from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
 from hyper_parallel.offloading.schedule.offload_pass import Offload, Planned
 from hyper_parallel.offloading.schedule.slot_allocator import SlotAllocator
@@ -147,7 +148,7 @@ class Budget:
                 assert self._current is not None
                 return self._current.present(name, known, changed)
 
-            paged_out_parameters.keep(tensor, lend)
+            keep(tensor, lend)
 
     def settle_others(self, state: Mapping[str, torch.Tensor]) -> None:
         """All state has its values: bring to where it rests what was not brought there yet."""
@@ -159,7 +160,7 @@ class Budget:
     @contextlib.contextmanager
     def settling(self) -> Iterator[None]:
         """Inside, state goes where it rests as soon as it has its first values."""
-        with paged_out_parameters.settling(self.settle):
+        with settling(self.settle):
             yield
 
     def use(self, runtime: Runtime, state: Mapping[str, torch.Tensor]) -> None:
@@ -205,7 +206,7 @@ class Budget:
     def close(self) -> None:
         """Give the tiers back. What was away has no values any more, unless `bring_back` came first."""
         for tensor in self._settled.values():
-            paged_out_parameters.forget(tensor)
+            forget(tensor)
         self._settled.clear()
         for tier in self._tiers.values():
             tier.close()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.graph import phase
-from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED
+from hyper_parallel.graph.gradients import GRADIENT, UNREDUCED, UNSUMMED
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.forward import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.recipe import GradientRecipe

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from hyper_parallel.errors import OutOfMemoryError
 from hyper_parallel.graph import Kind, Lifetime, StepGraph, lifetimes
-from hyper_parallel.graph.regions import region_of
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.graph_cache import Captured

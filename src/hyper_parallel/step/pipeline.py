@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from hyper_parallel.compat import fsdp
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError, StrategyError
-from hyper_parallel.shard import ShardedModel, parallelize, row_length, sharded
+from hyper_parallel.shard import ShardedModel, parallelize, sharded
+from hyper_parallel.shard.forward import documents_known, several_documents
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
-from hyper_parallel.shard.packed_documents import documents_known, several_documents
+from hyper_parallel.shard.plan.plan import check_length
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.pipeline_build import BuiltPipeline, Losses, cut_into_stages
@@ -294,7 +295,7 @@ class Pipeline:
             told = ", ".join(f"{name} {list(one)}" for name, one in shapes.items())
             return f"rows are tensors [B, S] of one shape; got {told}"
         try:
-            row_length.check_length(self.handle.plan, shape[1])
+            check_length(self.handle.plan, shape[1])
         except StrategyError as error:
             return str(error)
         each, ranks = self._shape.rows, 1 if self._built is None else len(self._built.plan.program.groups)

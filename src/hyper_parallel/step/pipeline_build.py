@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from hyper_parallel.config import RunConfig
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.runtime.transfers import ProcessTransfers, Transfers
-from hyper_parallel.shard import ShardedModel, parallelize, row_length, sharded
+from hyper_parallel.runtime.rank_transfers import ProcessTransfers, Transfers
+from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.hooks import wrap
 from hyper_parallel.shard.model_structure import without_values
-from hyper_parallel.shard.pipeline_place import PipelinePlace
+from hyper_parallel.shard.plan.plan import check_length
+from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.pipeline_plan import MicroBatchShape, PipelinePlan, PipelinePlanner
-from hyper_parallel.step.pipeline_runner import PipelineRunner, peers_of
+from hyper_parallel.step.program_runner import PipelineRunner, peers_of
 from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.strategy import Strategy
 
@@ -173,7 +174,7 @@ def cut_into_stages(
     parallelize(shadow, strategy, lowering="traceable", pipeline=place)
     handle = sharded(shadow)
     try:
-        row_length.check_length(handle.plan, shape.length)
+        check_length(handle.plan, shape.length)
     except StrategyError as error:
         raise StrategyError(f"{length_key}{error}") from None
     planner = PipelinePlanner(

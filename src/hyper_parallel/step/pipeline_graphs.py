@@ -8,34 +8,38 @@ instructions nor that of collectives.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, fx
+import torch.distributed as dist
+from torch import Tensor, fx, nn
 
+from hyper_parallel.compat import collectives
+from hyper_parallel.compat.fake_tensors import faked
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import BudgetError, DataError
-from hyper_parallel.graph import StepGraph, executable
+from hyper_parallel.graph import StepGraph, capture, executable, phase
+from hyper_parallel.graph.capture_overrides import uncollected
 from hyper_parallel.graph.dynamic_sizes import uncertain
 from hyper_parallel.graph.execute import Executable, Host
-from hyper_parallel.graph.gradient_sums import GRADIENT
-from hyper_parallel.graph.ir import CollectiveGroup, values_of
-from hyper_parallel.graph.no_gc import uncollected
+from hyper_parallel.graph.gradients import GRADIENT
+from hyper_parallel.graph.ir import CollectiveGroup, GivenTensor, Value, values_of
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.runtime.graph_interpreter import GraphInterpreter
 from hyper_parallel.runtime.rank_graph import RankWriter
-from hyper_parallel.runtime.rank_transfers import RankTransfers
-from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.runtime.rank_transfers import ProcessTransfers, RankTransfers
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.sharded_model import attach
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.capture_train_step import BatchShape
-from hyper_parallel.step.capture_update import SharedGradient, capture_update
+from hyper_parallel.step.capture_train_step import BatchShape, capturable, finish_step, state
 from hyper_parallel.step.graph_cache import Captured, Graphs
 from hyper_parallel.step.memory_budget import Budget
-from hyper_parallel.step.micro_batch import micro_input
+from hyper_parallel.step.micro_batch import LOSS, ROWS, micro_input
+from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.step.pipeline_build import BuiltPipeline
 from hyper_parallel.step.pipeline_gradients import (
     Arithmetic,
@@ -202,3 +206,116 @@ def _elsewhere(floor: int) -> str:
         f"strategy.memory.device is too small for the stages of another worker{needs}; set it to as much, or see that "
         "worker's log"
     )
+
+
+# Captures what follows the schedule of a pipeline's step: sums over the stages that share weights, and the update.
+#
+# It is the end of the step that plain training captures (`step.capture_train_step`), from gradients that are inputs.
+
+
+@dataclass(frozen=True)
+class SharedGradient:
+    """A gradient of which several device groups have parts."""
+
+    value: Value
+    group: CollectiveGroup
+    """Of the ranks that have them."""
+
+
+def capture_update(
+    recipe: Recipe,
+    given: Mapping[str, Value],
+    shared: Mapping[str, SharedGradient],
+    device: torch.device | str = "cpu",
+) -> StepGraph:
+    """The graph of what follows the schedule on one rank of a pipeline.
+
+    `recipe`: of the shadow, whose handle knows which parameters this rank holds. `given`: what the schedule came to,
+    by name: ``gradient.<parameter>``, ``loss`` in the last stage, ``rows.<experts module>``. These are inputs beside
+    the state, ``tokens`` and ``lr_scale``. `shared`: by parameter.
+    """
+    mode, model, handle = fake_mode_with_symbols(), recipe.model.train(), recipe.handle
+    with faked(model, mode, device):
+        with mode:
+            optimizer = capturable(build_optimizer(model, recipe.optimizer.config))
+            tensors = {
+                name: torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=one.device)
+                for name, one in given.items()
+            }
+            tokens = torch.ones((), device=device)
+            lr_scale = torch.ones((), dtype=torch.float64)
+        body = _Body(replace(recipe, optimizer=optimizer), tensors, shared, tokens, lr_scale)
+        inputs = {
+            **state(handle, optimizer),
+            **{
+                name: GivenTensor("gradient" if name.startswith(GRADIENT) else "input", one)
+                for name, one in {**tensors, "tokens": tokens, "lr_scale": lr_scale}.items()
+            },
+        }
+        try:
+            with mode, current_step().installed():
+                found = capture(body, inputs, model, lambda: body.gradients)
+        finally:
+            body.forget()
+    everyone = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    found.groups = {
+        **handle.axes.process_groups(),
+        everyone: CollectiveGroup(everyone, "pipeline", tuple(range(handle.world))),
+        **{one.group.name: one.group for one in shared.values()},
+    }
+    return found
+
+
+class _Body:
+    """The code, on fake tensors."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tensors: Mapping[str, Tensor],
+        shared: Mapping[str, SharedGradient],
+        tokens: Tensor,
+        lr_scale: Tensor,
+    ) -> None:
+        self._recipe, self._tensors, self._shared = recipe, tensors, shared
+        self._tokens, self._lr_scale = tokens, lr_scale
+        self._of: dict[nn.Parameter, str] = {
+            one.parameter: one.name for one in recipe.handle.owned() if one.parameter.requires_grad
+        }
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The gradients by the names of their parameters."""
+        return {name: parameter.grad for parameter, name in self._of.items() if parameter.grad is not None}
+
+    def __call__(self) -> dict[str, Tensor]:
+        recipe = self._recipe
+        with phase("clip"), torch.no_grad():
+            for parameter, name in self._of.items():
+                parameter.grad = self._gradient(name)
+            loss = self._tensors.get(LOSS)
+            if loss is None:
+                loss = torch.zeros((), device=self._tokens.device)
+        if recipe.handle.routing is not None:
+            rows = {k.removeprefix(ROWS): v for k, v in self._tensors.items() if k.startswith(ROWS)}
+            recipe.handle.routing.counts.update(rows)
+        finish_step(recipe, self.gradients.values(), loss, self._tokens, self._lr_scale)
+        return {}
+
+    def _gradient(self, name: str) -> Tensor | None:
+        """A parameter's gradient, of all stages."""
+        found, shared = self._tensors.get(GRADIENT + name), self._shared.get(name)
+        if shared is None:
+            return found
+        if found is None:
+            # Another holder's stages compute the whole gradient.
+            like = shared.value
+            found = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device).zero_()
+        return collectives.all_reduce(found, shared.group.name)
+
+    def forget(self) -> None:
+        """Let go of the gradients."""
+        for parameter in self._of:
+            parameter.grad = None
+        if self._recipe.handle.routing is not None:
+            self._recipe.handle.routing.counts.clear()

@@ -7,7 +7,7 @@ the costs of stages, the ranks agree on those of the first one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,17 +18,16 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import CaptureError, GraphError, StrategyError
 from hyper_parallel.graph import StepGraph, rewritten
 from hyper_parallel.graph.stage_cut import NodeCost, balanced_counts, flops_cost, layer_stages
+from hyper_parallel.graph.stage_graph import Stage
+from hyper_parallel.overlap.merge_tasks import MergedTasks, Task, merge_tasks
 from hyper_parallel.program import Program
-from hyper_parallel.runtime.build_program import pipeline_program
-from hyper_parallel.runtime.choose_schedule import choose_schedule
-from hyper_parallel.runtime.stage_costs import stage_costs
+from hyper_parallel.runtime.build_program import choose_schedule, pipeline_program
+from hyper_parallel.runtime.stage_costs import parts_of, stage_costs
 from hyper_parallel.schedule import Costs, Schedule, check_pipeline, forward_only, pairs_of_stages, stages_of
-from hyper_parallel.shard.activation_checkpointing import recomputed_modules
-from hyper_parallel.shard.graph_passes import recompute_pass, regather_pass
+from hyper_parallel.shard.memory import recompute_pass, recomputed_modules, regather_pass
 from hyper_parallel.shard.model_structure import layers_or_refuse
-from hyper_parallel.shard.pipeline_place import PipelinePlace
+from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.step.capture_micro_batch import capture_evaluation, capture_micro_batch
-from hyper_parallel.step.pipeline_pairs import StagePair, hidden_matrix, merged_pairs, pairs_on_one_rank
 from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
 from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.strategy import Strategy
@@ -198,3 +197,49 @@ class PipelinePlanner:
         }
         needed = {pair: turns[pair] for pair in pairs_of_stages(schedule)}
         return PipelinePlan(stages, counts, schedule, program, owners, needed)
+
+
+# Pairs of a pipeline's tasks: a forward pass merged with another one's gradients of inputs (`overlap.merge_tasks`).
+#
+# What follows in a backward pass, the gradients of weights, is no part of the pair, since what goes back is sent
+# before; but where nothing goes back, in the first stage, it is (`runtime.interpreter`).
+
+StagePair = tuple[int, int]
+"""Stage of the forward pass, stage of the backward pass."""
+
+
+def pairs_on_one_rank(stages: int, ranks: int) -> list[StagePair]:
+    """The pairs of stages that some schedule has on one rank: neighbours, interleaved ones, or the ends of a V."""
+    parts = stages // ranks
+
+    def together(one: int, other: int) -> bool:
+        return (
+            one // parts == other // parts
+            or one % ranks == other % ranks
+            or (one + other) % (2 * ranks) == 2 * ranks - 1
+        )
+
+    return [(one, other) for one in range(stages) for other in range(stages) if together(one, other)]
+
+
+def merged_pairs(
+    stages: Sequence[Stage], costs: Sequence[NodeCost], pairs: Iterable[StagePair], slowdown: float = 1.0
+) -> dict[StagePair, MergedTasks]:
+    """The merged tasks of pairs of these stages. `costs`: of each stage's nodes; `slowdown`: as of `merge_tasks`."""
+    tasks = []
+    for stage, cost in zip(stages, costs, strict=True):
+        forward, before, after = parts_of(stage)
+        back = before if stage.gradients_out else [*before, *after]
+        tasks.append((Task(stage.step, forward, cost), Task(stage.step, back, cost)))
+    return {
+        (ahead, back): merge_tasks(tasks[ahead][0], tasks[back][1], slowdown=slowdown)
+        for ahead, back in pairs
+    }
+
+
+def hidden_matrix(stages: int, merged: Mapping[StagePair, MergedTasks]) -> tuple[tuple[float, ...], ...]:
+    """What each pair hides, [forward stage][backward stage], as `schedule.Costs` takes it."""
+    return tuple(
+        tuple(merged[one, other].hidden if (one, other) in merged else 0.0 for other in range(stages))
+        for one in range(stages)
+    )

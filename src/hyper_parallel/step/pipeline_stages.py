@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.data_flow import Needs, needed, seen_through, sources, stops
-from hyper_parallel.graph.gradient_sums import GRADIENT, UNREDUCED, UNSUMMED, GradientSums, gradient_sums
+from hyper_parallel.graph.dependencies import Needs, needed, seen_through, sources, stops
+from hyper_parallel.graph.gradients import GRADIENT, UNREDUCED, UNSUMMED, GradientSums, gradient_sums
+from hyper_parallel.graph.graph_writer import subgraph
 from hyper_parallel.graph.partition import Labels, StageOf, contributions, label
 from hyper_parallel.graph.stage_graph import Partition, partition
-from hyper_parallel.graph.subgraph import subgraph
 from hyper_parallel.step.micro_batch import WEIGHT
 from hyper_parallel.strategy.memory import ShardLevel
 

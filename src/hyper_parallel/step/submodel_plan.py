@@ -17,23 +17,21 @@ import torch
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import CaptureError, GraphError, StrategyError
-from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph import StepGraph, rewritten
 from hyper_parallel.graph.guards import Question
-from hyper_parallel.graph.part_order import part_order
-from hyper_parallel.graph.partition import Crossing
-from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost
+from hyper_parallel.graph.partition import Crossing, StageOf, part_order
+from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost, layer_stages
 from hyper_parallel.layout import Layout
 from hyper_parallel.runtime.build_program import ProgramKind
 from hyper_parallel.runtime.stage_costs import stage_costs
 from hyper_parallel.schedule import Costs, MicroBatchKind
+from hyper_parallel.shard.memory import recompute_pass, recomputed_modules, regather_pass
 from hyper_parallel.shard.model_structure import layers_or_refuse
-from hyper_parallel.shard.pipeline_place import PipelinePlace
-from hyper_parallel.shard.process_mesh import DATA_AXES
+from hyper_parallel.shard.process_mesh import DATA_AXES, PipelinePlace
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import capture_evaluation_like, capture_micro_batch_like
-from hyper_parallel.step.pipeline_stages import PipelineStages
+from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
 from hyper_parallel.step.recipe import GradientRecipe
-from hyper_parallel.step.submodel_cut import Cut, Parts, crossings
 
 _Capture = Callable[[MicroBatch, bool], tuple[StepGraph, list[Question]]]
 """Of rows, which may hold several documents."""
@@ -302,3 +300,89 @@ def _of_rows(one: Crossing, twice: Crossing, data: int) -> _Value:
     whole = tuple(size * data if dim in grown else size for dim, size in enumerate(shape))
     dims = tuple((DATA_AXES,) if dim in grown else () for dim in range(len(shape)))
     return _Value(one.name, whole, dims, str(one.value.dtype))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The submodels of a model, in the order of their declaration."""
+
+    names: tuple[str, ...]
+    pipelines: tuple[int, ...]
+    """The degree of each one's pipeline."""
+    part_of: StageOf
+    """Module to the place of its submodel."""
+
+    def group(self, part: int, place: int = 0) -> int:
+        """The place among all device groups of that at a place of a submodel's pipeline."""
+        return sum(self.pipelines[:part]) + place
+
+    def of_group(self, group: int) -> tuple[int, int]:
+        """The submodel of a device group, and its place in that one's pipeline."""
+        part = next(part for part in range(len(self.names)) if group < self.group(part + 1))
+        return part, group - self.group(part)
+
+
+class Cut:
+    """The stage of each module of a graph."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        order: Sequence[int],
+        counts: Sequence[tuple[int, ...]],
+        layers: str,
+        kind: int,
+        whole: StepGraph,
+    ) -> None:
+        """`kind`: the number of the kind of micro-batches, the same on all ranks. `order`: of the submodels that the
+        graph computes with; `counts`: layers of each stage of each submodel, none without a pipeline; `layers`: the
+        name of their list."""
+        self._parts, self._order, self._counts, self._layers = parts, order, counts, layers
+        self._kind = kind
+        self.groups = [parts.group(part, place) for part in order for place in range(parts.pipelines[part])]
+        """The device group of each stage."""
+        self._inner = {
+            part: layer_stages(layers, found, whole)
+            for part, found in enumerate(counts)
+            if found and part in order
+        }
+
+    def of(self, whole: StepGraph) -> Cut:
+        """The same cut of another graph."""
+        return Cut(self._parts, self._order, self._counts, self._layers, self._kind, whole)
+
+    def stage_of(self, module: str) -> int | None:
+        """The stage of a module; None where the data flow decides."""
+        part = self._parts.part_of(module)
+        if part is None or part not in self._order:
+            return None
+        first = self.groups.index(self._parts.group(part))
+        if part not in self._inner:
+            return first
+        place = self._inner[part](module)
+        return None if place is None else first + place
+
+    def stages(self, whole: StepGraph, shadow: GradientRecipe) -> PipelineStages:
+        """The stages of a graph. Raises StrategyError."""
+        strategy = shadow.handle.strategy
+
+        def rewrite(step: StepGraph) -> StepGraph:
+            again = recomputed_modules(shadow.model, strategy)
+            found = [recompute_pass(strategy, again), regather_pass(strategy)]
+            return rewritten(step, [one for one in found if one is not None])
+
+        try:
+            return pipeline_stages(
+                whole, self.stage_of, len(self.groups), strategy.memory.shard, rewrite, kind=self._kind
+            )
+        except GraphError as error:
+            names = ", ".join(
+                f"{stage} {self._parts.names[self._parts.of_group(group)[0]]}"
+                for stage, group in enumerate(self.groups)
+            )
+            raise StrategyError(f"submodels: {error} (stages: {names})") from error
+
+
+def crossings(stages: PipelineStages) -> list[Crossing]:
+    """The values that cross between stages."""
+    return [one for stage in stages.partition.stages for one in (*stage.sends, *stage.gradients_out)]

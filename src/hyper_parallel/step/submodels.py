@@ -33,32 +33,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.compat.group_names import level_group_counts
+from hyper_parallel.compat.process_groups import level_group_counts
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError, StrategyError
-from hyper_parallel.graph.gradient_sums import GRADIENT
+from hyper_parallel.graph.gradients import GRADIENT
 from hyper_parallel.layout import DeviceGroup
-from hyper_parallel.runtime.transfers import ProcessTransfers
+from hyper_parallel.runtime.rank_transfers import ProcessTransfers
 from hyper_parallel.schedule import StepSchedule
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.hooks import wrap
 from hyper_parallel.shard.loss import valid_tokens
-from hyper_parallel.shard.model_structure import without_values
-from hyper_parallel.shard.pipeline_place import PipelinePlace
+from hyper_parallel.shard.model_structure import assigned_modules, submodel_of, without_values
+from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.shard.sharded_model import LOSS_AXES
-from hyper_parallel.shard.submodel_modules import assigned_modules, submodel_of
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.pipeline import device_of
 from hyper_parallel.step.pipeline_build import MakeTransfers
+from hyper_parallel.step.pipeline_gradients import SharedGradients
+from hyper_parallel.step.program_runner import Counts, SubmodelRunner
 from hyper_parallel.step.recipe import GradientRecipe
-from hyper_parallel.step.submodel_cut import Parts
-from hyper_parallel.step.submodel_gradients import SharedGradients
-from hyper_parallel.step.submodel_kinds import Kinds
-from hyper_parallel.step.submodel_plan import SubmodelPlan, SubmodelPlanner
-from hyper_parallel.step.submodel_rows import Inputs, Rows, StepRows, SubmodelRows
-from hyper_parallel.step.submodel_runner import Counts, SubmodelRunner
+from hyper_parallel.step.submodel_plan import Parts, SubmodelPlan, SubmodelPlanner
+from hyper_parallel.step.submodel_rows import Inputs, Kinds, Rows, StepRows, SubmodelRows
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.strategy.submodels import Submodel, read_submodels
+from hyper_parallel.strategy.axes import Submodel, read_submodels
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.launch import logs
 from hyper_parallel.launch.stop import Requests
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.experts.load_balancing import update_biases
+from hyper_parallel.shard.experts.routing import update_biases
+from hyper_parallel.shard.forward import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.packed_documents import documents_known
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.nonfinite_report import non_finite
 from hyper_parallel.step.recipe import ControlVector, Recipe, StepResult, StepSums

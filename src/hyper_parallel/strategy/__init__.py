@@ -3,15 +3,10 @@
 A key whose engine does not exist yet is refused by name.
 """
 
-from hyper_parallel.strategy.axes import AXIS_NAMES, EXPERT_SPANS, Axes
-from hyper_parallel.strategy.memory import Memory
-from hyper_parallel.strategy.overlap import Overlap
-from hyper_parallel.strategy.pipeline import Pipeline
-from hyper_parallel.strategy.placement import LEVELS, Devices, Placement
-from hyper_parallel.strategy.precision import Precision
-from hyper_parallel.strategy.recompute import recomputed_layers, recomputes
-from hyper_parallel.strategy.schedule_name import ScheduleName
-from hyper_parallel.strategy.strategy import Strategy
+from hyper_parallel.strategy.axes import AXIS_NAMES, EXPERT_SPANS, LEVELS, Axes, Devices, Placement
+from hyper_parallel.strategy.memory import Memory, recomputed_layers, recomputes
+from hyper_parallel.strategy.pipeline import Pipeline, ScheduleName
+from hyper_parallel.strategy.strategy import Overlap, Precision, Strategy
 
 __all__ = [
     "AXIS_NAMES",

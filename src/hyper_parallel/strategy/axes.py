@@ -1,4 +1,4 @@
-"""The axes of the device mesh and their degrees.
+"""Axes of the device mesh and their degrees, their link levels (`placement`), and parts with axes of their own.
 
 World = pipeline · replicate · shard · context · tensor_y · tensor_x. The order in which a file names them is outer to
 inner: the last one lies on neighbouring ranks, but for `pipeline`, which written last is the outermost. Axes that are
@@ -12,10 +12,20 @@ the axis.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, model_serializer, model_validator
+from pydantic import (
+    AliasChoices,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
+from hyper_parallel.errors import StrategyError, nearest
 from hyper_parallel.strategy.section import Section
 
 AUTO = "auto"
@@ -138,3 +148,169 @@ class Axes(Section):
     def degree(self, axis: str) -> int:
         """The degree of one axis by name."""
         return int(getattr(self, axis))
+
+
+# `placement` section: link level of each axis, and devices per level.
+#
+# Levels from the inside out: a `node`'s devices share the fastest links, a `supernode` joins nodes by links nearly as
+# fast, the `network` joins the supernodes. The axes of an inner level are the inner ones in rank order, so neighbouring
+# ranks are those with the fastest links.
+
+LEVELS = ("node", "supernode", "network")
+"""The link levels, innermost first."""
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+class Devices(Section):
+    """Devices per link level, if not the product of the axes placed on it."""
+
+    node: Count | None = None
+    """Devices in a node. Default: the launcher's number, else the product of the axes on `node`."""
+    supernode: Count | None = None
+    """Devices in a supernode, a multiple of those in a node. Default: the product of the axes on `node` and
+    `supernode`.
+    """
+
+    @model_validator(mode="after")
+    def _whole_nodes(self) -> Devices:
+        if self.node and self.supernode and self.supernode % self.node:
+            raise ValueError(
+                f"a supernode of {self.supernode} devices is not made of whole nodes of {self.node}; "
+                "give a multiple"
+            )
+        return self
+
+
+class Placement(Section):
+    """The link level of each axis. The order within a level is that of `axes`.
+
+    >>> Placement(node=("tensor",), network=("replicate", "shard")).order(Axes(tensor=8, shard=2, replicate=4))
+    ('context', 'tensor_y', 'shard', 'replicate', 'tensor_x')
+    """
+
+    node: tuple[str, ...] = ()
+    """Axes whose ranks are neighbours within a node."""
+    supernode: tuple[str, ...] = ()
+    """Axes across the nodes of a supernode."""
+    network: tuple[str, ...] = ()
+    """Axes across supernodes, or across nodes where there is no supernode."""
+    devices: Devices = Devices()
+    """Devices per level. An axis that is larger than its level spans levels."""
+    collectives: Literal["levels", "flat"] = "levels"
+    """Algorithm of collectives over an axis that spans levels: `levels` runs them level by level, so that little
+    crosses the slow level; `flat` makes one call and leaves the levels to the collective library.
+    """
+
+    @field_validator(*LEVELS, mode="before")
+    @classmethod
+    def _read_axes(cls, given: Any) -> Any:
+        if not isinstance(given, list | tuple):
+            return given
+        names = tuple("tensor_x" if name == "tensor" else name for name in given)
+        for name in names:
+            if name in ("expert", "expert_shard"):
+                raise ValueError(
+                    "expert is not placed: it folds over shard, context and tensor and lies where they do"
+                )
+            if name == "pipeline":
+                raise ValueError(
+                    "pipeline is not placed: its stages lie outside of the placed axes, on the outermost level"
+                )
+            if name not in AXIS_NAMES:
+                hint = nearest(str(name), AXIS_NAMES)
+                raise ValueError(
+                    f"no axis is named {name!r}{hint or '; the axes are ' + ', '.join(AXIS_NAMES)}"
+                )
+        return names
+
+    @model_validator(mode="after")
+    def _once_each(self) -> Placement:
+        for axis in self.placed:
+            levels = [level for level in LEVELS for name in getattr(self, level) if name == axis]
+            if len(levels) > 1:
+                raise ValueError(f"axis {axis} is placed twice, on {' and '.join(levels)}; keep one")
+        return self
+
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """The axes that some level names, innermost level first."""
+        return (*self.node, *self.supernode, *self.network)
+
+    @property
+    def given(self) -> bool:
+        """Whether the file says anything about levels."""
+        return bool(self.placed or self.devices.node or self.devices.supernode)
+
+    def order(self, axes: Axes) -> tuple[str, ...]:
+        """The axes outer to inner: by level, and within a level as `axes` orders them.
+
+        The order of `axes` itself if no axis is placed. Raises ValueError if some axes of degree above 1 are placed and
+        others are not.
+        """
+        if not self.placed:
+            return axes.order
+        missing = [axis for axis in axes.order if axes.degree(axis) > 1 and axis not in self.placed]
+        if missing:
+            raise ValueError(
+                f"placement leaves out {', '.join(missing)}; name every axis of degree above 1 on one of "
+                f"{', '.join(LEVELS)}"
+            )
+        level = {axis: depth for depth, name in enumerate(LEVELS) for axis in getattr(self, name)}
+        return tuple(sorted(axes.order, key=lambda axis: -level.get(axis, len(LEVELS))))
+
+    def joined(self, axes: Axes, level: str) -> int:
+        """The product of the degrees of the axes placed on `level` and on the levels inside it."""
+        inside = LEVELS[: LEVELS.index(level) + 1]
+        return math.prod(axes.degree(axis) for name in inside for axis in getattr(self, name))
+
+
+class Submodel(Section):
+    """A part of a model, and the devices that compute it.
+
+    >>> Submodel(modules=["model.vision_tower"], devices=2).axes.replicate
+    2
+    """
+
+    modules: tuple[str, ...] = ()
+    """Names of modules, each with all that it contains. One submodel may leave them out: it has all others."""
+    axes: Axes = Axes()
+    """The degrees of the mesh axes of its devices. `pipeline` is for the submodel with the decoder's layers."""
+    devices: Annotated[int, Field(ge=1)] | None = None
+    """Number of devices: the product of the axes. Without axes they are copies for different rows (`replicate`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _copies(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("devices") and not given.get("axes"):
+            return {**given, "axes": {"replicate": given["devices"]}}
+        return given
+
+    @model_validator(mode="after")
+    def _filled(self) -> Submodel:
+        if self.devices is not None and self.devices != self.axes.world:
+            raise ValueError(
+                f"devices is {self.devices}, and the axes multiply to {self.axes.world} "
+                f"({self.axes.product or 'none is set'}); make them equal, or leave devices out"
+            )
+        if self.axes.open:
+            raise ValueError("axes of a submodel cannot be 'auto'; write their degrees")
+        return self
+
+
+_SUBMODELS = TypeAdapter(dict[str, Submodel])
+
+
+def read_submodels(given: Mapping[str, Submodel | Mapping[str, Any]]) -> dict[str, Submodel]:
+    """Submodels by name, from sections or what they are read from. Raises StrategyError."""
+    try:
+        found = _SUBMODELS.validate_python(dict(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("submodels", *first["loc"])))
+        raise StrategyError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+    if len(found) < 2:
+        raise StrategyError(
+            f"submodels: {len(found)} of them; name at least two, or use hp.parallelize for a model as a whole"
+        )
+    return found

@@ -1,11 +1,13 @@
-"""`memory` section: ZeRO levels, recomputation, offload budgets."""
+"""`memory` section of training and of generation: ZeRO levels, recomputed layers, offload budgets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
+from hyper_parallel.errors import StrategyError
 from hyper_parallel.strategy.section import Section
 from hyper_parallel.units import exact_bytes, parse_bytes
 
@@ -134,5 +136,101 @@ class Memory(Section):
             raise ValueError(
                 f"'reshard_after_forward' frees parameters that 'shard: {self.shard}' keeps through the step; "
                 "set shard to parameters, or leave reshard_after_forward out"
+            )
+        return self
+
+
+# Layers that a strategy recomputes: of each pipeline stage the first k (`memory.recompute_layers`), or all.
+#
+# The first layers, as Megatron's `recompute_method: block` has it, and not the last or evenly spread ones: a backward
+# pass runs from the last layer to the first. When it comes to the recomputed layers, the others have freed what they
+# kept of this micro-batch, so that the tensors of one recomputed layer come in their place and not on top of them. To
+# the bytes of the micro-batches that wait it makes no difference which k layers of a stage are recomputed.
+
+
+def recomputes(memory: Memory) -> bool:
+    """Whether layers are recomputed by the strategy itself, rather than by a budget's plan."""
+    return memory.recompute in ("layer", "selective")
+
+
+def recomputed_layers(memory: Memory, counts: Sequence[int]) -> list[int]:
+    """The indices of the layers that are recomputed. `counts`: layers of each stage; one number without a pipeline.
+
+    A stage with fewer layers than `recompute_layers` recomputes all of them. Raises StrategyError for more layers than
+    any stage has, and for a list of another length than `counts`.
+
+    >>> recomputed_layers(Memory(recompute="layer", recompute_layers=2), (3, 1))
+    [0, 1, 3]
+    """
+    if not recomputes(memory):
+        return []
+    asked = memory.recompute_layers
+    most = max(counts, default=0)
+    if asked is None:
+        asked = most
+    if isinstance(asked, int):
+        asked = [asked] * len(counts)
+    if len(asked) != len(counts):
+        raise StrategyError(
+            f"memory.recompute_layers: {asked} has {len(asked)} numbers, and the run has {_stages(counts)}; give one "
+            "number for each stage, or a single number for all of them"
+        )
+    if max(asked, default=0) > most:
+        has = "the model has" if len(counts) == 1 else "the largest stage has"
+        raise StrategyError(
+            f"memory.recompute_layers: {max(asked)} is too large: {has} {most} layers; give at most {most}, or leave "
+            "recompute_layers out to recompute every layer"
+        )
+    found: list[int] = []
+    first = 0
+    for count, again in zip(counts, asked, strict=True):
+        found += range(first, first + min(count, again))
+        first += count
+    return found
+
+
+def _stages(counts: Sequence[int]) -> str:
+    return "1 stage (no pipeline)" if len(counts) == 1 else f"{len(counts)} stages"
+
+
+# `memory` section of generation: the budget of the device, and the tiers for what does not fit.
+#
+# The keys are those of training's section; what concerns gradients and optimizer state is refused by name.
+
+TIERS = ("host", "pool", "flash")
+"""The tiers, the fastest first."""
+
+
+class GenerationMemory(Section):
+    """Memory of generation: the device's budget and the tiers."""
+
+    device: Bytes | Literal["auto"] | None = None
+    """Memory budget: the bytes of weights, KV cache and everything that a pass computes that may be on the device at
+    once. `auto`: what is free on the device. Weights that do not fit are read from `host`, `pool` or `flash` in each
+    pass.
+    """
+    host: Bytes | None = None
+    """Host memory for what is not on the device."""
+    pool: Bytes | None = None
+    """Memory that all ranks of a machine or supernode share, for what is not on the device."""
+    flash: str | None = None
+    """A folder on a fast disk for what fits in neither. The files in it are removed when the run ends."""
+
+    @classmethod
+    def _hint(cls, key: str, known: set[str]) -> str:
+        if key in Memory.model_fields:
+            return (
+                f"'memory.{key}' is for training, and generation has nothing that it applies to; leave it out (the "
+                f"keys here are device, {', '.join(TIERS)})"
+            )
+        return super()._hint(key, known)
+
+    @model_validator(mode="after")
+    def _has_budget(self) -> GenerationMemory:
+        elsewhere = [name for name in TIERS if getattr(self, name) is not None]
+        if self.device is None and elsewhere:
+            raise ValueError(
+                f"'{elsewhere[0]}' is where things go that do not fit on the device; set device to what it may hold, "
+                "or to auto"
             )
         return self

@@ -1,28 +1,108 @@
-"""The Strategy: declares how a model is parallelized, independent of the model."""
+"""The Strategy: declares how a model is parallelized, independent of the model.
+
+The sections `context`, `precision`, `overlap` and `expert_balance` are here, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from hyper_parallel.strategy.axes import AUTO, OPEN_NAMES, Axes
-from hyper_parallel.strategy.context import Context
-from hyper_parallel.strategy.expert_balance import ExpertBalance
+from hyper_parallel.strategy.axes import AUTO, OPEN_NAMES, Axes, Placement, Submodel
 from hyper_parallel.strategy.memory import Memory
-from hyper_parallel.strategy.overlap import Overlap
 from hyper_parallel.strategy.pipeline import Pipeline
-from hyper_parallel.strategy.placement import Placement
-from hyper_parallel.strategy.precision import Precision
 from hyper_parallel.strategy.section import Section
-from hyper_parallel.strategy.submodels import Submodel
+
+Method = Literal["auto", "ring", "ulysses", "hybrid"]
+
+
+class Context(Section):
+    """Method of context parallelism."""
+
+    method: Method = "auto"
+    """`ring`: keys and values travel from rank to rank; positions are distributed so that each rank has the same work
+    under a causal mask. `ulysses`: an all-to-all exchanges heads for positions. `hybrid`: Ulysses inside, rings
+    outside. `auto`: Ulysses over the largest divisor of the axis that divides the key-value heads, rings over the rest.
+    """
+    ulysses: Annotated[int, Field(ge=2, strict=True)] | None = None
+    """With `hybrid`: the number of ranks that exchange heads, a divisor of axes.context. Default: the largest divisor
+    that also divides the key-value heads of a rank.
+    """
+
+    @model_validator(mode="after")
+    def _only_with_hybrid(self) -> Context:
+        if self.ulysses is not None and self.method != "hybrid":
+            raise ValueError(
+                f"'ulysses' is the degree of Ulysses inside rings, and method is {self.method}; "
+                "set method: hybrid, or leave ulysses out"
+            )
+        return self
+
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Precision(Section):
+    """Mixed precision: parameters and optimizer state are kept in `param`, arithmetic is done in `compute`."""
+
+    param: Dtype = "float32"
+    """The dtype in which parameters and optimizer state are kept."""
+    compute: Dtype = "float32"
+    """The dtype of a module's weights and activations during computation."""
+    reduce: Dtype = "float32"
+    """The dtype in which gradients are summed over the data axes."""
+    modules: dict[str, Dtype] = Field(default_factory=dict)
+    """Module pattern to compute dtype, for modules that need more precision, e.g. ``{"*norm*": float32}``.
+    A pattern that matches no module is an error; where several match, the last one wins."""
+
+
+class Overlap(Section):
+    """Overlap of communication with computation, in a step that runs from its graph."""
+
+    schedule: Literal["auto", "usual", "none"] = "auto"
+    """`auto` simulates schedules of the step on `cluster` and takes the fastest if it beats the order of the model's
+    code. `usual` is FSDP2's schedule, without simulation: weights are gathered one layer ahead, and gradients are
+    reduced during the next layer. `none` keeps the order of the model's code.
+    """
+    cluster: str | None = None
+    """The machine that `auto` simulates: a preset such as `h100`, or a cluster file such as `hyper-parallel calibrate`
+    writes. Default: the device's preset; without one, `auto` is `usual`."""
+    pieces: bool = False
+    """Let `auto` split collectives of rows into chunks, each overlapped with the matrix product of another chunk.
+    Results are then equal up to rounding, since a kernel may sum in another order for another number of rows; without
+    chunks they are equal bit for bit.
+    """
+
+    @model_validator(mode="after")
+    def _simulates(self) -> Overlap:
+        if self.cluster is not None and self.schedule != "auto":
+            raise ValueError(
+                f"'cluster' is what 'schedule: auto' simulates, and schedule is {self.schedule}; "
+                "set schedule to auto, or leave cluster out"
+            )
+        if self.pieces and self.schedule != "auto":
+            raise ValueError(
+                f"'pieces' is for 'schedule: auto', which finds out whether they pay, and schedule is {self.schedule}; "
+                "set schedule to auto, or leave pieces out"
+            )
+        return self
+
+
+class ExpertBalance(Section):
+    """Expert load balancing: experts move to other ranks of the `expert` axis, and hot ones have replicas, by the rows
+    that each expert got (EPLB). The results equal those without it."""
+
+    every: Annotated[int, Field(ge=1)] = 50
+    """Number of steps over which rows are counted; after them experts are placed anew, if `limit` is exceeded."""
+    limit: Annotated[float, Field(gt=1)] = 1.15
+    """The heaviest rank's rows over the mean, in each layer, up to which experts stay where they are."""
+    replicas: Annotated[int, Field(ge=0)] = 2
+    """Number of experts in each layer, the hottest, whose weights are copied to every rank of the `expert` axis in each
+    forward pass (redundant experts); their rows stay where they are. 0 only moves experts.
+    """
+
 
 RuleName = Literal[
     "colwise", "colwise_gather", "rowwise", "vocab", "shared", "norm", "replicate", "expert", "expert_tensor"

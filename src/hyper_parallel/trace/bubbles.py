@@ -23,8 +23,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from hyper_parallel.trace.op import copy_tiers, is_comm, is_compute
-from hyper_parallel.trace.span import Span
+from hyper_parallel.trace.trace import Span, copy_tiers, is_comm, is_compute
 
 PIPELINE = "pipeline"
 """The axis of collectives over the device groups of a pipeline, which end one after another."""

@@ -9,7 +9,7 @@ is live(t). Moments are whatever can be ordered: places of nodes, seconds, count
 Everything that counts live bytes counts here: the storages of a graph (`graph.liveness`), the buffers of an offload
 problem (`offloading.schedule.problem`), the slots of an arena, the spans of a Timeline, and the storages that a tracker
 saw. Schedulers that allocate and free as they go use `LiveBytes`; the offload solver, which shifts transfers thousands
-of times, keeps a profile up to date (`offloading.schedule.live_profile`).
+of times, keeps a profile up to date (`offloading.schedule.idle_intervals`).
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hyper_parallel.trace.live_bytes import LiveBytes
-from hyper_parallel.trace.op import KINDS, Bytes, Kind, Op
+from hyper_parallel.trace.trace import KINDS, Bytes, Kind, Op
 
 if TYPE_CHECKING:
-    from hyper_parallel.trace.span import Span
-    from hyper_parallel.trace.trace import Trace
+    from hyper_parallel.trace.trace import Span, Trace
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hyper_parallel.errors import TraceError
-from hyper_parallel.trace.op import Bytes, Collective, Op
-from hyper_parallel.trace.span import Span
 from hyper_parallel.trace.timeline import Alone, Timeline
-from hyper_parallel.trace.trace import Trace
+from hyper_parallel.trace.trace import Bytes, Collective, Op, Span, Trace
 from hyper_parallel.workload.work import Work
 
 VERSION = 1

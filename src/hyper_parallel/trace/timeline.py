@@ -14,18 +14,16 @@ communication costs nothing, and 0 if it adds all of its time to the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from hyper_parallel.trace import memory_timeline
-from hyper_parallel.trace.breakdown import Sum, sums
-from hyper_parallel.trace.bubbles import Bubbles, bubbles, busy
+from hyper_parallel.trace.bubbles import Bubbles, bubbles, busy, exposed_calls
 from hyper_parallel.trace.memory_timeline import MemoryCurve, Peak
-from hyper_parallel.trace.op import Kind, pattern
-from hyper_parallel.trace.span import Span
-from hyper_parallel.trace.trace import Trace
-from hyper_parallel.workload.flops import mfu
+from hyper_parallel.trace.trace import Kind, Span, Trace, copy_tiers, is_comm, is_compute, pattern
+from hyper_parallel.workload.work import mfu
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +211,111 @@ class Timeline:
 
 def _length(stretches: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in stretches)
+
+
+@dataclass
+class Sum:
+    """Times of one row, as means over all ranks. Queues run in parallel, so that seconds of different queues may
+    overlap.
+    """
+
+    compute: float = 0.0
+    """Seconds of kernels."""
+    communication: float = 0.0
+    """Seconds of collectives, without their wait for other ranks."""
+    copies: float = 0.0
+    """Seconds of copies between tiers."""
+    host: float = 0.0
+    """Seconds of host work."""
+    count: float = 0.0
+    """Number of ops."""
+    flops: float = 0.0
+    """FLOPs of kernels, matrix and vector."""
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return self.compute + self.communication + self.copies + self.host
+
+    def __iadd__(self, other: Sum) -> Sum:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        return self
+
+
+def sums(spans: Iterable[tuple[Span, float]], key: Callable[[Span], str]) -> dict[str, Sum]:
+    """The sums of spans by a key, in order of appearance; each span counts with its weight."""
+    found: dict[str, Sum] = {}
+    for span, weight in spans:
+        op = span.op
+        into = found.setdefault(key(span), Sum())
+        seconds = (span.end - span.start) * weight
+        if is_compute(op.queue):
+            into.compute += seconds
+        elif is_comm(op.queue):
+            into.communication += seconds
+        elif copy_tiers(op.queue):
+            into.copies += seconds
+        else:
+            into.host += seconds
+        into.count += weight
+        if op.work:
+            into.flops += (op.work.flops + op.work.vector_flops) * weight
+    return found
+
+
+# Parts of a step: what its seconds are spent on, by class of operator, exposed collective and cause of waiting.
+#
+#     step = Σ kernels by class + Σ exposed communication by collective + waiting          mean over ranks
+#
+# Kernels of two engines that run at the same time share that time in proportion to their seconds. Each part is seconds,
+# so that parts of two steps, or of a step and an estimate, can be compared.
+
+CLASSES = {
+    "matmul": "products",
+    "attention": "attention",
+    "elementwise": "elementwise",
+    "reduce": "elementwise",
+    "copy": "elementwise",
+    "view": "elementwise",
+    "optimizer": "optimizer",
+}
+"""Class of operators by kind of `Work`; norms, activations, residuals and copies are one: all are bound by memory."""
+PIPELINE, HOST, OTHER, TASKS = "pipeline", "host", "waiting", "tasks"
+
+
+def step_parts(timeline: Timeline, tasks: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Seconds of a step by part; they add up to `Timeline.step`.
+
+    `tasks`: seconds by part of what an op without work stands for, a pipeline's task, whose time is shared out so.
+    """
+    kernels: defaultdict[str, float] = defaultdict(float)
+    calls: defaultdict[str, float] = defaultdict(float)
+    world = timeline.trace.world
+    for name in timeline.trace.ops:
+        spans = timeline.of(name)
+        share = sum(one == name for one in timeline.trace.classes.values()) / world
+        for span in spans:
+            if is_compute(span.op.queue) and span.end > span.start:
+                kernels[_class_of(span.op.sort, span.op.phase)] += share * (span.end - span.start)
+        for call, seconds in exposed_calls(spans, timeline.step).items():
+            calls[call] += share * seconds
+    total = sum(kernels.values())
+    scale = timeline.computing / total if total else 0.0
+    parts = {kind: seconds * scale for kind, seconds in kernels.items()}
+    parts |= calls
+    bubbles = timeline.bubbles
+    # In a measurement, what nothing explains is no certain work of the host.
+    host = bubbles.runtime if timeline.predicted else 0.0
+    waiting = bubbles.imbalance + bubbles.copies + bubbles.runtime - host
+    parts |= {PIPELINE: bubbles.fill_drain, HOST: host, OTHER: waiting}
+    whole = sum(tasks.values()) if tasks else 0.0
+    for name, seconds in (tasks or {}).items():
+        parts[name] = parts.get(name, 0.0) + seconds / whole * parts.get(TASKS, 0.0)
+    if whole:
+        parts.pop(TASKS, None)
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def _class_of(sort: str, phase: str) -> str:
+    return "optimizer" if phase in ("clip", "optimizer") else CLASSES.get(sort, TASKS)

@@ -18,14 +18,20 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hyper_parallel.checkpoint import Found, Piece, Ranks, Writer, folder_names, newest, of_step, read
+from hyper_parallel.checkpoint import Found, Piece, Ranks, Writer, file_format, newest, of_step, read
+from hyper_parallel.checkpoint.adapters import MODEL, merge_state
+from hyper_parallel.checkpoint.adapters import STATE as LORA
 from hyper_parallel.checkpoint.durable import explain
-from hyper_parallel.checkpoint.folder_names import ASSETS
-from hyper_parallel.checkpoint.health import LARGEST_FINITE, LARGEST_WEIGHT, VERDICT, pass_over
-from hyper_parallel.checkpoint.merged_adapters import MODEL, merge_state
-from hyper_parallel.checkpoint.merged_adapters import STATE as LORA
+from hyper_parallel.checkpoint.file_format import ASSETS
 from hyper_parallel.checkpoint.rank_agreement import agree, ranks_of
-from hyper_parallel.checkpoint.verify import read_marker, reason_to_pass_over
+from hyper_parallel.checkpoint.verify import (
+    LARGEST_FINITE,
+    LARGEST_WEIGHT,
+    VERDICT,
+    pass_over,
+    read_marker,
+    reason_to_pass_over,
+)
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data.export_assets import assets_of
 from hyper_parallel.errors import CheckpointError, ConfigError
@@ -166,7 +172,7 @@ class RunCheckpoints:
         """Whether the newest checkpoint that is not to be passed over was written by this very run file."""
         told = False
         if self._handle.rank == 0:
-            for name in folder_names.committed(self._folder):
+            for name in file_format.committed(self._folder):
                 path = self._folder / str(name)
                 if reason_to_pass_over(path) is None:
                     with contextlib.suppress(CheckpointError):
@@ -207,8 +213,8 @@ class RunCheckpoints:
 
     def _pass_over_newer(self, found: Found) -> list[str]:
         """Have the checkpoints that are newer than this one passed over from now on; what to say."""
-        chosen = next(name for name in folder_names.committed(self._folder) if str(name) == found.path.name)
-        newer = [self._folder / str(name) for name in folder_names.committed(self._folder) if name > chosen]
+        chosen = next(name for name in file_format.committed(self._folder) if str(name) == found.path.name)
+        newer = [self._folder / str(name) for name in file_format.committed(self._folder) if name > chosen]
         live = [path for path in newer if reason_to_pass_over(path) is None]
         self._mark(live, f"the run was taken back to step {found.step}")
         listed = ", ".join(path.name for path in reversed(live))

@@ -10,9 +10,9 @@ from torch import nn
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.data import Rows
 from hyper_parallel.shard import ShardedModel, sharded
+from hyper_parallel.shard.forward import inference
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
-from hyper_parallel.shard.no_grad_forward import inference
-from hyper_parallel.shard.row_length import length_multiple
+from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, load_rows, rows_beside, share_of
 from hyper_parallel.step.pipeline_build import BuiltPipeline

@@ -13,8 +13,8 @@ from hyper_parallel import compat
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import LaunchError, WorkersFailedError
 from hyper_parallel.launch import Worker, run
-from hyper_parallel.launch.launcher_env import detect
-from hyper_parallel.launch.run_lock import run_lock
+from hyper_parallel.launch.rendezvous import detect
+from hyper_parallel.launch.run_folder import run_lock
 from hyper_parallel.launch.stop import SAVE, listening
 from hyper_parallel.train.summary import Summary
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from hyper_parallel.checkpoint.durable import publish
 from hyper_parallel.config import RunConfig, dump
-from hyper_parallel.train.progress import Progress
-from hyper_parallel.train.summary import Summary
+from hyper_parallel.train.summary import Progress, Summary
 from hyper_parallel.train.trackers import Record, RunInfo, Trackers, build_trackers
 
 log = logging.getLogger(__name__)

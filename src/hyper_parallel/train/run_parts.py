@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hyper_parallel.config import RunConfig
+from hyper_parallel.config import CheckpointConfig, RunConfig
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.launch import Worker
 from hyper_parallel.shard import ShardedModel, sharded
-from hyper_parallel.shard.experts.load_balancing import has_biases
+from hyper_parallel.shard.experts.routing import has_biases
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import Built, build, fill
 from hyper_parallel.step.capture_train_step import state as state_of
@@ -23,12 +24,77 @@ from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.profiling import Profiling
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.submodel_run import SubmodelBatches
-from hyper_parallel.train.budget_usage import BudgetMeter
 from hyper_parallel.train.checkpoint_state import RunCheckpoints
 from hyper_parallel.train.evaluate import Evaluation
-from hyper_parallel.train.meter import Meter
 from hyper_parallel.train.reporter import Reporter
-from hyper_parallel.train.save_interval import SaveInterval
+from hyper_parallel.train.summary import BudgetMeter
+from hyper_parallel.workload import mfu
+
+
+class Meter:
+    """Adds up the seconds of steps, without what lies between them (evaluation, saving)."""
+
+    def __init__(self, flops_per_token: float, devices: int, peak: float | None) -> None:
+        self._flops, self._devices, self._peak = flops_per_token, devices, peak
+        self.seconds = 0.0
+        self.steps = 0
+        self._tokens = 0
+        self._marked = (0.0, 0, 0)
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = time.perf_counter()
+
+    def end(self, tokens: int) -> float:
+        """The step ended; the host had waited for the device's gradients in it. `tokens`: positions computed, over all
+        ranks. The step's seconds."""
+        seconds = time.perf_counter() - self._began
+        self.seconds += seconds
+        self.steps += 1
+        self._tokens += tokens
+        return seconds
+
+    def rates(self) -> dict[str, float]:
+        """`seconds` a step, `tokens_per_second` and, with a known peak, `mfu`, of the steps since the last call."""
+        seconds, steps, tokens = self._marked
+        self._marked = (self.seconds, self.steps, self._tokens)
+        return self._rates(self.seconds - seconds, self.steps - steps, self._tokens - tokens)
+
+    def overall(self) -> dict[str, float]:
+        """The same over all steps; empty before the first."""
+        return self._rates(self.seconds, self.steps, self._tokens)
+
+    def _rates(self, seconds: float, steps: int, tokens: int) -> dict[str, float]:
+        if not steps or seconds <= 0:
+            return {}
+        rates = {"seconds": seconds / steps, "tokens_per_second": tokens / seconds}
+        if self._peak is not None:
+            rates["mfu"] = mfu(tokens * self._flops, seconds, self._devices, self._peak)
+        return rates
+
+
+class SaveInterval:
+    """The interval that `checkpoint.every` declares, as one rank's clock sees it.
+
+    Clocks differ between ranks: what `elapsed` says is a wish, on which the ranks agree in the step itself.
+    """
+
+    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._seconds, self._clock = config.every_steps, config.every_seconds, clock
+        self._began = clock()
+
+    def elapsed(self) -> bool:
+        """Whether the time since the last checkpoint, or since the run began, is up."""
+        return self._seconds is not None and self._clock() - self._began >= self._seconds
+
+    def reached(self, step: int) -> bool:
+        """Whether steps are counted and `step` updates are a multiple of the interval. Equal on every rank."""
+        return self._steps is not None and step % self._steps == 0
+
+    def saved(self) -> None:
+        """A checkpoint is being written: the time begins anew."""
+        self._began = self._clock()
 
 
 @dataclass(frozen=True)

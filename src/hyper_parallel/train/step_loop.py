@@ -10,20 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 
+import torch
+import torch.distributed as dist
+
 from hyper_parallel.errors import NonFiniteError
-from hyper_parallel.launch import stop
+from hyper_parallel.launch import stop, stop_requested
 from hyper_parallel.launch.heartbeat import pulse
-from hyper_parallel.shard.experts.load_balancing import by_layer, rank_imbalance
+from hyper_parallel.shard.experts.routing import by_layer, rank_imbalance
 from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.recipe import StepResult
 from hyper_parallel.step.train_step import Stepper
 from hyper_parallel.train.checkpoint_state import RunState
-from hyper_parallel.train.health import Health
-from hyper_parallel.train.recovery import Recovery, WeightWatch
-from hyper_parallel.train.run_parts import RunParts
-from hyper_parallel.train.save_interval import SaveInterval
-from hyper_parallel.train.stop_vote import StopVote
+from hyper_parallel.train.recovery import Health, Recovery, WeightWatch
+from hyper_parallel.train.run_parts import RunParts, SaveInterval
 
 
 class StepLoop:
@@ -199,3 +199,20 @@ def _requests(interval: SaveInterval) -> stop.Requests:
     """What this rank was asked, or wants: a checkpoint also when its time has come."""
     asked = stop.requests()
     return asked._replace(save=asked.save or interval.elapsed())
+
+
+class StopVote:
+    """Of one run; every rank calls it at the same points."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self.stopping = False
+        """How the last vote ended."""
+
+    def __call__(self) -> bool:
+        """Whether some rank was asked to stop. A collective of the hosts."""
+        asked = torch.tensor(float(stop_requested()))
+        if self._world > 1:
+            dist.all_reduce(asked)
+        self.stopping = asked.item() > 0
+        return self.stopping

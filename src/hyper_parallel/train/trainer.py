@@ -20,12 +20,10 @@ from hyper_parallel.report.waiting import announcing
 from hyper_parallel.step.epochs import epochs_line
 from hyper_parallel.train.checkpoint_state import RunState
 from hyper_parallel.train.launch_workers import alone, run_on_workers
-from hyper_parallel.train.progress import shown
 from hyper_parallel.train.run_parts import RunParts
 from hyper_parallel.train.sample import sample
-from hyper_parallel.train.step_loop import StepLoop
-from hyper_parallel.train.stop_vote import StopVote
-from hyper_parallel.train.summary import Summary
+from hyper_parallel.train.step_loop import StepLoop, StopVote
+from hyper_parallel.train.summary import Summary, shown
 
 
 class Trainer:

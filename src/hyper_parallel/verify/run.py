@@ -14,25 +14,30 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import launch
-from hyper_parallel.compat.float64 import float64, widen
+from hyper_parallel.compat.dispatch import float64, widen
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.stop import interruptible
 from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.loss.auxiliary_loss import asks_for_router_logits
 from hyper_parallel.shard.model_structure import text_config
-from hyper_parallel.shard.own_terms import asks_for_router_logits
 from hyper_parallel.shard.parallelize import Lowering, refusal_of_tokens
 from hyper_parallel.step.build import compared_with_owner, fill_model, transformers_config, unsharded
 from hyper_parallel.step.owner import Prepared
 from hyper_parallel.step.pipeline_build import build_pipeline
 from hyper_parallel.strategy import Precision, Strategy, recomputes
 from hyper_parallel.verify.families import has_experts
-from hyper_parallel.verify.pipeline_in_process import pipeline_in_process
-from hyper_parallel.verify.pipeline_step import run_pipeline_step
 from hyper_parallel.verify.report import Report, compare, decided_in_float64, joined
-from hyper_parallel.verify.step import StepOutcome, Tensors, rows_to_verify, run_step
+from hyper_parallel.verify.step import (
+    StepOutcome,
+    Tensors,
+    pipeline_in_process,
+    rows_to_verify,
+    run_pipeline_step,
+    run_step,
+)
 
 Driver = Literal["auto", "local", "gloo"]
 

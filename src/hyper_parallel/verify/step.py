@@ -1,23 +1,34 @@
 """One training step that returns whole gradients and updated values by parameter name.
 
-The same code runs on one device, on simulated ranks and on real workers.
+The same code runs on one device, on simulated ranks and on real workers; of a pipeline on workers, or on threads of
+this process that exchange through memory.
 """
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from hyper_parallel.compat.local_tensor import agreed, each_rank, on_rank, one_device, per_rank
+from hyper_parallel.compat.thread_ranks import LIMIT_S, ThreadRanks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, TrainingData
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.runtime.rank_transfers import MemoryTransfers, memory_channels
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
 from hyper_parallel.shard.sharded_model import LOSS_AXES
+from hyper_parallel.step.batches import MicroBatch, StepBatch, share_of
+from hyper_parallel.step.build import fill_model
 from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
+from hyper_parallel.verify.families import has_experts
 
 Tensors = dict[str, torch.Tensor]
 
@@ -141,3 +152,106 @@ def replace_gradient(handle: ShardedModel, parameter: ShardedParameter, whole: T
     gradient = parameter.grad
     if gradient is not None and parameter.name in whole:
         gradient.copy_(handle.cut(whole[parameter.name], parameter.layout))
+
+
+def pipeline_batch(model: nn.Module, config: RunConfig, whole: Tensors) -> StepBatch:
+    """This rank's share of the rows `whole`, int64 [B, S] tensors, in micro-batches."""
+    rows = whole["input_ids"].size(0)
+    share = share_of(sharded(model), rows)
+    places = [range(at, at + config.micro_batch) for at in range(share.start, share.stop, config.micro_batch)]
+    micro = [
+        MicroBatch(
+            whole["input_ids"][at.start : at.stop],
+            whole["labels"][at.start : at.stop],
+            whole["position_ids"][at.start : at.stop],
+            torch.arange(at.start, at.stop, device=whole["input_ids"].device),
+            several=True,
+        )
+        for at in places
+    ]
+    tokens = torch.stack([valid_tokens(one.labels) for one in micro]).sum().float()
+    return StepBatch(0, list(range(rows)), micro, tokens)
+
+
+def run_pipeline_step(
+    model: nn.Module,
+    pipeline: BuiltPipeline,
+    config: RunConfig,
+    whole: Tensors,
+    update_from: Tensors | None = None,
+) -> StepOutcome:
+    """One step of a model with values on the rows `whole`; gradients and values of the parameters that this rank's
+    stages hold. Arguments as of `verify.step.run_step`. A collective."""
+    handle = sharded(model)
+    whole = {key: tensor.to(handle.device) for key, tensor in whole.items()}
+    batch = pipeline_batch(model, config, whole)
+    loss = pipeline.train(batch, valid_tokens(whole["labels"]).float())
+    loss = handle.over_all_ranks(loss * handle.axes.speaks(LOSS_AXES, handle.rank))
+    norm = handle.grad_norm()
+    owned = handle.owned()
+    # Copies: what is not sharded is the parameter's own memory, which the update goes on to change.
+    gradients = {p.name: agreed(handle.gather(p.grad, p.layout)) for p in owned if p.grad is not None}
+    for parameter in owned if update_from is not None else ():
+        replace_gradient(handle, parameter, update_from or {})
+    optimizer = build_optimizer(model, config.train.optimizer)
+    if config.train.clip is not None:
+        handle.clip(handle.grad_norm(), config.train.clip)
+    optimizer.step(1.0)
+    values = {p.name: agreed(handle.gather(p.local, p.layout)) for p in owned}
+    layouts = {p.name: str(p.layout) for p in owned}
+    return StepOutcome(float(loss), float(norm), gradients, values, layouts)
+
+
+def merged(outcomes: Iterable[StepOutcome]) -> StepOutcome:
+    """The outcome of the whole model from those of its ranks: NaN where ranks that hold the same differ."""
+    first, *rest = outcomes
+    gradients, values = dict(first.gradients), dict(first.values)
+    layouts = dict(first.layouts)
+    loss, norm = first.loss, first.grad_norm
+    for one in rest:
+        for whole, part in ((gradients, one.gradients), (values, one.values)):
+            for name, tensor in part.items():
+                if not torch.equal(whole.setdefault(name, tensor), tensor):
+                    whole[name] = torch.full_like(tensor, torch.nan)
+        layouts |= one.layouts
+        loss = loss if loss == one.loss else math.nan
+        norm = norm if norm == one.grad_norm else math.nan
+    return StepOutcome(loss, norm, gradients, values, layouts)
+
+
+# One step of a pipeline with all ranks in this process, a thread each: collectives and transfers go through memory.
+#
+# What runs is what workers run: the planned stages, their Programs and interpreters, reductions, the norm and the
+# update.
+
+
+def pipeline_in_process(
+    config: RunConfig, model: nn.Module, batch: Tensors, update_from: Tensors | None = None
+) -> StepOutcome:
+    """The step of a model on the meta device, on the rows `batch`; arguments as of `verify.step.run_step`.
+
+    Raises what a run with this file would raise.
+    """
+    # The report shows errors parameter by parameter instead of a refusal.
+    unchecked = config.strategy.model_copy(update={"check": False})
+    config = config.model_copy(update={"strategy": unchecked})
+    world = config.strategy.axes.world
+    ranks, channels = ThreadRanks(world), memory_channels(world)
+    built = []
+    for rank in range(world):
+        with ranks.preparing(rank):
+            own: Any = copy.deepcopy(model).train()
+            if has_experts(getattr(own, "config", None)):
+                # One by one, which the reference computes, they cannot be captured.
+                own.set_experts_implementation("grouped_mm")
+            pipeline = build_pipeline(
+                config, own, True, "cpu", lambda here: MemoryTransfers(here, channels, LIMIT_S)
+            )
+            fill_model(own, config, "cpu")
+            built.append((own, pipeline))
+
+    def step(rank: int) -> StepOutcome:
+        own, pipeline = built[rank]
+        return run_pipeline_step(own, pipeline, config, batch, update_from)
+
+    return merged(ranks.run(step))

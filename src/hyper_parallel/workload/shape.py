@@ -157,7 +157,7 @@ class Shape:
         Raises ConfigError for a config without the dimensions, naming them, and for families whose layers are not
         those of a decoder with attention and MLPs.
         """
-        from hyper_parallel.workload.from_config import of_config
+        from hyper_parallel.workload.transformers_config import of_config
 
         return of_config(config, name)
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hyper_parallel.errors import DataError, GroupError, HyperParallelError
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.roles.call_queue import SETTLE_S, CallQueue, sent_lists
-from hyper_parallel.launch.roles.interface import Future, Instruction
-from hyper_parallel.launch.roles.messages import WorkerReport
+from hyper_parallel.launch.roles.protocol import Future, Instruction, WorkerReport
 
 SIZE = 3
 LIST = [[Instruction("generate"), Instruction("score")]] * SIZE

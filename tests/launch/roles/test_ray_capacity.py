@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.role_groups import group_config
-from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.roles.ray_cluster import AUTH_MODE, AUTH_TOKEN, authenticate
 from hyper_parallel.launch.roles.ray_engine import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hyper_parallel.offloading.tiers.checksum import BLOCK, MOST, checksum
+from hyper_parallel.offloading.tiers.file_io import BLOCK, MOST, checksum
 from hyper_parallel.offloading.tiers.flash import PART
 
 

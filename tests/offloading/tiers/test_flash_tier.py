@@ -19,7 +19,7 @@ import torch
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import TierError
 from hyper_parallel.launch import forkserver
-from hyper_parallel.offloading.tiers import FlashTier, direct_file, locks
+from hyper_parallel.offloading.tiers import FlashTier, file_io, leases
 
 MiB = 2**20
 CPU = backend("cpu")
@@ -139,7 +139,7 @@ def test_without_direct_input_and_output_the_log_says_so_once(
         return real(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refuses)
-    monkeypatch.setattr(direct_file, "_refused", set())
+    monkeypatch.setattr(file_io, "_refused", set())
     with caplog.at_level(logging.WARNING), written(tmp_path) as first, written(tmp_path) as second:
         assert torch.equal(read(first), read(second))
     assert len([record for record in caplog.records if "does not support direct I/O" in record.message]) == 1
@@ -229,7 +229,7 @@ def test_what_others_put_into_the_folder_neither_stops_nor_redirects(tmp_path: P
     old.mkdir(mode=0o700)
     os.utime(old, (0, 0))
     there = {path for path in folder.iterdir() if path != old}
-    kept = locks.hold(folder)  # as anybody may
+    kept = leases.hold(folder)  # as anybody may
     with FlashTier(folder, CPU) as tier:
         tier.reserve({0: 4096})
         assert stat.S_IMODE(slots_file(folder).parent.stat().st_mode) == 0o700

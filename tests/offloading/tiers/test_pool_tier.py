@@ -19,8 +19,8 @@ import torch
 
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import TierError
-from hyper_parallel.offloading.tiers import PoolTier, locks
-from hyper_parallel.offloading.tiers.shared_lease import OWN, held
+from hyper_parallel.offloading.tiers import PoolTier, leases
+from hyper_parallel.offloading.tiers.leases import OWN, held
 
 MiB = 2**20
 CPU = backend("cpu")
@@ -169,8 +169,8 @@ def test_a_folder_that_somebody_made_first_is_refused(
 
 def test_a_lock_that_is_never_let_go_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with PoolTier(CPU, MiB, "x", folder=tmp_path) as tier:
-        monkeypatch.setattr(locks, "PATIENCE_S", 0.1)
-        kept = locks.hold(tmp_path / OWN / "pool-x")
+        monkeypatch.setattr(leases, "PATIENCE_S", 0.1)
+        kept = leases.hold(tmp_path / OWN / "pool-x")
         for ask in (lambda: tier.reserve({0: 1}), lambda: PoolTier(CPU, MiB, "x", folder=tmp_path)):
             with pytest.raises(TierError, match="another process has kept its lock"):
                 ask()
@@ -209,7 +209,7 @@ def test_four_processes_never_hold_more_than_there_is(pool: str) -> None:
             child.start()
         most, looks = 0, 0
         while any(child.is_alive() for child in children):
-            with locks.alone(folder_of(pool)):
+            with leases.alone(folder_of(pool)):
                 most = max(most, sum(held(folder_of(pool)).values()))
             looks += 1
         counts = []

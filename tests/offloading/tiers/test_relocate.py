@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hyper_parallel.offloading.tiers.relocate import Shift, ordered
+from hyper_parallel.offloading.tiers.slots import Shift, ordered
 
 
 def places(draw: random.Random, counts: list[int]) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hyper_parallel.compat import backend
 from hyper_parallel.compat.cpu import CpuBackend
 from hyper_parallel.errors import TierError
-from hyper_parallel.offloading.tiers import FlashTier, HostTier, PoolTier, Tier, copies, measure
+from hyper_parallel.offloading.tiers import FlashTier, HostTier, PoolTier, Tier, measure, slots
 
 MiB = 2**20
 CPU = backend("cpu")
@@ -217,7 +217,7 @@ def test_waiting_says_for_how_long(make: Make, monkeypatch: pytest.MonkeyPatch) 
     tier.reserve({0: 100})
     pending = tier.begin_write(0, noise(100))
     clock = iter((10.0, 13.5))
-    monkeypatch.setattr(copies, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(slots, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert pending.wait() == 3.5
 
 

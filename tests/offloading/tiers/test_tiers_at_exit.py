@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.offloading.tiers.shared_lease import OWN
+from hyper_parallel.offloading.tiers.leases import OWN
 
 SCRIPT = """
 import sys, time, torch

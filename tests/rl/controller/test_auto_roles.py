@@ -10,9 +10,9 @@ import pytest
 
 from harness.rl_faults import left_behind
 from harness.rl_runs import rl_config
-from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.rl.role_split import measure
-from hyper_parallel.rl.role_split.resolve import plan_split
+from hyper_parallel.config.rl import RLConfig
+from hyper_parallel.rl import role_measurement
+from hyper_parallel.rl.role_split import plan_split
 from hyper_parallel.rl.run import run
 
 AUTO: dict[str, Any] = {"split": "auto", "devices": 2, "rollout": {"page": 16}}
@@ -20,7 +20,7 @@ AUTO: dict[str, Any] = {"split": "auto", "devices": 2, "rollout": {"page": 16}}
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(role_measurement, "ROUNDS", 1)
 
 
 def config_of(out: Path, **rl: Any) -> RLConfig:
@@ -47,15 +47,15 @@ def test_a_run_is_split_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert kept["measured"]["lengths"]
     for kind in ("together", "apart"):
         times = kept["measured"][kind]
-        assert len(times["train"]) >= measure.ROUNDS
-        assert len(times["score"]) >= measure.ROUNDS
-        assert len(times["waves"]) >= 3 * measure.ROUNDS
+        assert len(times["train"]) >= role_measurement.ROUNDS
+        assert len(times["score"]) >= role_measurement.ROUNDS
+        assert len(times["waves"]) >= 3 * role_measurement.ROUNDS
 
     # The run measures nothing, and neither warms up again.
     def never(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(measure.Measurement, "measured", never)
+    monkeypatch.setattr(role_measurement.Measurement, "measured", never)
     told.clear()
     first = run(config_of(out), told=told.append)
     assert first.steps == 3
@@ -86,7 +86,7 @@ def test_a_run_measures_before_its_first_step(tmp_path: Path) -> None:
 
 
 def test_one_layout_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure.Measurement, "measured", None)
+    monkeypatch.setattr(role_measurement.Measurement, "measured", None)
     told = list[str]()
     assert run(rl_config(tmp_path / "run", roles={**AUTO, "devices": 1}), told=told.append).steps == 3
     assert (

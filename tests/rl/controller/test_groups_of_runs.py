@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.rl_runs import rl_config
-from hyper_parallel.rl.controller.placement import groups_of, launch_of
+from hyper_parallel.rl.controller.workers import groups_of, launch_of
 
 
 def test_ray_chooses_devices(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from harness.chat_model import tokenizer as chat_tokenizer
 from harness.reward_folders import plain_scores, reward_folder
 from harness.rl_faults import faulted, left_behind
 from harness.rl_runs import expected_weights, rl_config, saved_weights
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import ConfigError, RewardError, UnsupportedModelError
 from hyper_parallel.rl.run import run
 

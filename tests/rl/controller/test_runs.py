@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harness.rl_faults import left_behind
 from harness.rl_runs import MODEL, expected_weights, rl_config, saved_weights
-from hyper_parallel.config.optimizer import AdamWConfig
-from hyper_parallel.data.character_tokenizer import character_tokenizer
+from hyper_parallel.config.train import AdamWConfig
+from hyper_parallel.data.tokenizer import character_tokenizer
 from hyper_parallel.errors import ConfigError, RewardError
 from hyper_parallel.rl.controller.recorder import Recorder
 from hyper_parallel.rl.run import run

@@ -36,7 +36,7 @@ def test_a_reward_of_before(tmp_path: Path) -> None:
 
 def environment_scorer(tmp_path: Path, turn: str) -> Scorer:
     (tmp_path / "mine.py").write_text(
-        "from hyper_parallel.rl.environments.environment import Turn\n"
+        "from hyper_parallel.rl.environments import Turn\n"
         "class Mine:\n"
         "    def reset(self, task):\n"
         "        return task['prompt']\n"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.rl.environments.environment import Turn
-from hyper_parallel.rl.environments.pool import EnvironmentPool, Reply
+from hyper_parallel.rl.environment_pool import EnvironmentPool, Reply
+from hyper_parallel.rl.environments import Turn
 
 FOLDER = Path(__file__).parent
 

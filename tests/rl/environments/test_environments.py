@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.rl.environments.calculator import CALLS, Calculator, evaluated
-from hyper_parallel.rl.environments.environment import Turn, load_environment, token_mask
+from hyper_parallel.rl.environments import CALLS, Calculator, Turn, evaluated, load_environment, token_mask
 
 TASK = {"prompt": "3*(4+5)=", "answer": "27"}
 

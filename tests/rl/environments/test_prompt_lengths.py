@@ -12,8 +12,8 @@ import pytest
 from harness import chat_model
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.environments.prompt_lengths import PromptLengths, fitting
-from hyper_parallel.rl.environments.task_file import read_tasks
+from hyper_parallel.rl.controller.prompts import PromptLengths, fitting
+from hyper_parallel.rl.tasks import read_tasks
 
 MODEL = SimpleNamespace(max_position_embeddings=32)
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.rl.environments.task_file import read_tasks
-from hyper_parallel.rl.environments.tasks import NAMES, VOCABULARY, tasks
-from hyper_parallel.rl.rewards.exact_match import exact_match
+from hyper_parallel.rl.rewards.answer_match import exact_match
+from hyper_parallel.rl.tasks import NAMES, VOCABULARY, read_tasks, tasks
 
 SPLITS = st.sampled_from(["train", "held_out"])
 

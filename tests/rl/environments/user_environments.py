@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hyper_parallel.rl.environments.environment import Turn
+from hyper_parallel.rl.environments import Turn
 
 _made = itertools.count(os.getpid())
 

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.rl.losses.advantages import (
+    gae,
     group_advantages,
     leave_one_out_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
+    token_moments,
+    token_rewards,
+    whiten,
     without_variance,
 )
-from hyper_parallel.rl.losses.gae import gae, token_moments, token_rewards, whiten
-from hyper_parallel.rl.losses.groups import groups_without_variance, has_reward_variance, overlong_penalty
+from hyper_parallel.rl.sample import groups_without_variance, has_reward_variance, overlong_penalty
 
 SEEDS = st.integers(0, 100_000)
 
@@ -184,5 +187,5 @@ def test_overlong_penalty_refuses_a_buffer_that_is_none(buffer: int) -> None:
 
 def test_rules_of_groups_need_no_torch() -> None:
     """The controller, which has no torch, uses them."""
-    code = "import sys, hyper_parallel.rl.losses.groups; sys.exit('torch' in sys.modules)"
+    code = "import sys, hyper_parallel.rl.sample; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.rl.losses.kl import kl_estimate
+from hyper_parallel.rl.losses.policy import explained_variance, kl_estimate, value_loss
 from hyper_parallel.rl.losses.preference import dpo_loss, kto_loss, kto_reference_point, reward_model_loss
 from hyper_parallel.rl.losses.reductions import LossSum, metric_means
-from hyper_parallel.rl.losses.value import explained_variance, value_loss
 
 PAIRS = 6
 Part = Callable[[Tensor, slice, float], LossSum]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.rewards.exact_match import exact_match
+from hyper_parallel.rl.rewards.answer_match import exact_match
 
 
 @pytest.mark.parametrize(

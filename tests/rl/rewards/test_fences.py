@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.rl.rewards.fences import Block, blocks, program_of
+from hyper_parallel.rl.rewards.program_tests import Block, blocks, program_of
 
 F = "def f(x):\n    return x + 1\n"
 INDENTED = "".join(f"   {line}\n" for line in F.splitlines())

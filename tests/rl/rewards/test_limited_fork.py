@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.rl.rewards import limited_fork, seccomp
+from hyper_parallel.rl.rewards import process_limits
 
-needs_filter = pytest.mark.skipif(not seccomp.computing_only(), reason="no filter for this machine")
+needs_filter = pytest.mark.skipif(not process_limits.computing_only(), reason="no filter for this machine")
 
 
 def test_answers() -> None:
     values = list(range(1000))
-    assert limited_fork.ask(lambda: sum(values) == 499_500) is True
-    assert limited_fork.ask(lambda: sum(values) == 1) is False
+    assert process_limits.ask(lambda: sum(values) == 499_500) is True
+    assert process_limits.ask(lambda: sum(values) == 1) is False
 
 
 def _raise() -> bool:
@@ -39,9 +39,9 @@ def _raise() -> bool:
     ids=["raises", "memory", "processor", "sleeps", "crashes", "exits"],
 )
 def test_no_answer(question: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited_fork, "WALL_S", 2.0)
+    monkeypatch.setattr(process_limits, "WALL_S", 2.0)
     start = time.monotonic()
-    assert limited_fork.ask(question) is None
+    assert process_limits.ask(question) is None
     assert time.monotonic() - start < 10
 
 
@@ -71,14 +71,14 @@ def test_nothing_outside_is_reached(tmp_path: Path) -> None:
         lambda: os.setpriority(os.PRIO_PROCESS, 0, 0),
     ]
     for number, call in enumerate(calls):
-        assert limited_fork.ask(lambda call=call: _refused(call)) is True, number
+        assert process_limits.ask(lambda call=call: _refused(call)) is True, number
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    assert limited_fork.ask(lambda: kept.read_text() == "kept") is True  # modules may be imported late
+    assert process_limits.ask(lambda: kept.read_text() == "kept") is True  # modules may be imported late
 
 
 def test_open_files_of_this_process_are_closed() -> None:
     reading, writing = os.pipe()
-    assert limited_fork.ask(lambda: _refused(lambda: os.write(writing, b"forged"))) is True
+    assert process_limits.ask(lambda: _refused(lambda: os.write(writing, b"forged"))) is True
     os.close(writing)
     assert os.read(reading, 1) == b""
     os.close(reading)

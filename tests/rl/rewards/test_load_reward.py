@@ -65,10 +65,10 @@ def test_options(tmp_path: Path) -> None:
 
 
 def test_no_verifier_imports_torch() -> None:
-    names = [*BUILTIN, "hyper_parallel.rl.environments.calculator:Calculator"]
+    names = [*BUILTIN, "hyper_parallel.rl.environments:Calculator"]
     program = (
         "import sys\nfrom hyper_parallel.rl.rewards.reward import load_reward\n"
-        "from hyper_parallel.rl.environments import pool, task_file, tasks\n"
+        "from hyper_parallel.rl import environment_pool, tasks\n"
         f"for name in {names}: load_reward(name)\n"
         "print([name for name in ('torch', 'transformers', 'numpy', 'sympy') if name in sys.modules])"
     )

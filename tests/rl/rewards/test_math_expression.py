@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.rewards import math_expression as verifier
-from hyper_parallel.rl.rewards.math_expression import equal, extracted, math_expression
+from hyper_parallel.rl.rewards import answer_match
+from hyper_parallel.rl.rewards.answer_match import equal, extracted, math_expression
 from hyper_parallel.rl.rewards.pool import RewardPool
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "math_pairs.jsonl").read_text().splitlines()]
@@ -180,7 +180,7 @@ def test_a_long_answer_is_not_looked_into() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="0123456789xyab+-*/^(){}[]\\., fracsqrtpi=\n", max_size=60))
 def test_any_text_is_prepared_without_an_error(text: str) -> None:
-    verifier._spelled(extracted(text))
+    answer_match._spelled(extracted(text))
     assert equal(text, [text]) == bool(extracted(text))
 
 

@@ -12,19 +12,23 @@ from hypothesis import strategies as st
 
 from harness.rl_runs import rl_config
 from hyper_parallel.config.load import build
-from hyper_parallel.config.rl_run import RLConfig, load_rl
+from hyper_parallel.config.rl import RLConfig, load_rl
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.rl.role_split import saved_split
-from hyper_parallel.rl.role_split.candidates import (
+from hyper_parallel.rl import role_split
+from hyper_parallel.rl.role_layouts import (
     Candidates,
+    Measured,
     RoleLayout,
+    RoleTimes,
+    Wave,
     candidates_of,
     device_count,
+    pass_law,
     roles_of,
+    simulation_of,
 )
-from hyper_parallel.rl.role_split.choose import choose
-from hyper_parallel.rl.role_split.measure import _middle
-from hyper_parallel.rl.role_split.role_times import Measured, RoleTimes, Wave, pass_law, simulation_of
+from hyper_parallel.rl.role_measurement import _middle
+from hyper_parallel.rl.role_split import choose
 from hyper_parallel.rl.simulator import simulate_alternating, simulate_colocated, simulate_loop
 
 
@@ -281,12 +285,12 @@ def test_the_choice_is_kept(tmp_path: Path) -> None:
     config = rl_config(
         tmp_path / "run", roles={"split": "auto", "devices": 2}, task={"reward": "mine.py:score"}
     )
-    assert saved_split.read(config) is None
+    assert role_split.read_split(config) is None
     candidates = candidates_of(config)
     measured = known(candidates, 0.01, 0.002, 0.1, 0.2, 0.05)
     choice = choose(config, candidates, measured)
-    saved_split.write(config, choice, candidates, measured, tmp_path)
-    assert saved_split.read(config) == choice
+    role_split.write_split(config, choice, candidates, measured, tmp_path)
+    assert role_split.read_split(config) == choice
     # The run file has roles with devices, and finds the reward wherever it lies.
     made = load_rl(tmp_path / "run" / "run.yaml")
     assert made.roles == roles_of(config, choice.layout)
@@ -299,8 +303,8 @@ def test_the_choice_is_kept(tmp_path: Path) -> None:
         ({"devices": 2, "actor": {"strategy": {"axes": {"tensor": 4}}}}, "does not go with the strategies"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
-            saved_split.read(rl_config(tmp_path / "run", roles={"split": "auto", **roles}))
+            role_split.read_split(rl_config(tmp_path / "run", roles={"split": "auto", **roles}))
         assert "\n" not in str(caught.value)
     (tmp_path / "run" / "split.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):
-        saved_split.read(config)
+        role_split.read_split(config)

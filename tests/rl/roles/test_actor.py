@@ -10,13 +10,12 @@ from torch import Tensor
 
 from harness.ranks import run_ranks
 from harness.rl_runs import rl_config, samples_of, whole_weights
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.rl.losses.policy import PolicyObjective, policy_loss
-from hyper_parallel.rl.roles import policy_objective
+from hyper_parallel.rl.roles import policy_update
 from hyper_parallel.rl.roles.actor import Actor
-from hyper_parallel.rl.roles.batch_advantages import advantages_of
-from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
-from hyper_parallel.rl.roles.rows import length_of, rows_of
+from hyper_parallel.rl.roles.models import tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.policy_update import advantages_of, length_of, rows_of
 from hyper_parallel.rl.sample import Sample
 from hyper_parallel.shard.sharded_model import sharded
 
@@ -123,21 +122,21 @@ def test_a_run_has_the_loss_of_losses(objective: str, tmp_path: Any) -> None:
         (rows.behaviour + 0.2 * torch.randn(drawn.shape, generator=generator)).masked_fill(~drawn, 0)
         for _ in range(3)
     )
-    count = policy_objective.count_of(config.rl, samples, samples)
+    count = policy_update.count_of(config.rl, samples, samples)
     advantages = advantages_of(config.rl, samples)
-    settings = policy_objective.settings_of(config.rl)
-    sums = policy_objective.MetricSums()
-    tokens = policy_objective.PolicyTokens(
+    settings = policy_update.settings_of(config.rl)
+    sums = policy_update.MetricSums()
+    tokens = policy_update.PolicyTokens(
         settings=settings,
         temperature=1.0,
-        weights=policy_objective.weights_of(config.rl, drawn, count),
+        weights=policy_update.weights_of(config.rl, drawn, count),
         behaviour=rows.behaviour,
         advantages=rows.placed(advantages, samples),
         proximal=old if objective == "truncated" else None,
         reference=reference,
         sums=sums,
     )
-    given, value = policy_objective.answer_objective(tokens, logprobs)
+    given, value = policy_update.answer_objective(tokens, logprobs)
     asked = logprobs.clone().requires_grad_()
     zero = sum(
         given(asked[:, part], *(one[:, part] for one in given.inputs))

@@ -9,7 +9,7 @@ import torch
 
 from harness.rl_runs import rl_config, samples_of, whole_weights
 from hyper_parallel.rl.roles.actor import Actor
-from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.models import tokenizer_of, trained_policy
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,8 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.chat import prompt
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.roles.conversation import tokens_behind
-from hyper_parallel.rl.roles.policy_model import tokenizer_of
-from hyper_parallel.rl.roles.rollout import Rollout
-from hyper_parallel.rl.roles.rollout_model import rollout_model
+from hyper_parallel.rl.roles.models import rollout_model, tokenizer_of
+from hyper_parallel.rl.roles.rollout import Rollout, tokens_behind
 from hyper_parallel.rl.sample import Prompted, Sample
 
 Message = dict[str, Any]

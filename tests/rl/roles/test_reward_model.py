@@ -18,9 +18,9 @@ from transformers import (
 
 from harness.ranks import run_ranks
 from harness.reward_folders import SHAPE, plain_scores, reward_folder
-from hyper_parallel.config.rl_role import RewardRole
+from hyper_parallel.config.rl_roles import RewardRole
 from hyper_parallel.errors import CheckpointError, ConfigError, DataError, UnsupportedModelError
-from hyper_parallel.rl.roles.reward_model import RewardModel
+from hyper_parallel.rl.roles.models import RewardModel
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

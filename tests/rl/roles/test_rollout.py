@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from harness.rl_runs import rl_config
-from hyper_parallel.rl.roles.policy_model import tokenizer_of
+from hyper_parallel.rl.roles.models import rollout_model, tokenizer_of
 from hyper_parallel.rl.roles.rollout import Rollout
-from hyper_parallel.rl.roles.rollout_model import rollout_model
 from hyper_parallel.rl.sample import Prompted, Sample
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from harness.rl_runs import rl_config, samples_of
 from hyper_parallel.compat import backend
-from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.compat.memory import present
 from hyper_parallel.config.rl_roles import SleepConfig
 from hyper_parallel.errors import TierError
 from hyper_parallel.launch.worker import Worker
-from hyper_parallel.rl.controller.placement import groups_of, launch_of
+from hyper_parallel.rl.controller.workers import groups_of, launch_of
 from hyper_parallel.rl.roles.host import RoleHost
 from hyper_parallel.rl.roles.sleep import RoleMemory
 from hyper_parallel.rl.sample import Prompted

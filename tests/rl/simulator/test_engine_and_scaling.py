@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hyper_parallel.config.rl_simulation import GenerationTime, Lengths, RlSimulation, RoleTime
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.rl.simulator import lengths, scaling, simulate_colocated
-from hyper_parallel.rl.simulator.engine import Engine
+from hyper_parallel.rl.simulator import scaling, simulate_colocated
+from hyper_parallel.rl.simulator.loop import Engine
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,11 +70,11 @@ def test_a_pause_delays_and_a_stop_counts_tokens() -> None:
 def test_lengths_have_their_mean_and_limit(longest: int) -> None:
     given_lengths = Lengths(mean=400, sigma=1.0, longest=longest)
     source = random.Random(0)
-    drawn = [lengths.draw(given_lengths, source) for _ in range(40_000)]
-    assert statistics.fmean(drawn) == pytest.approx(lengths.mean(given_lengths), rel=0.02)
+    drawn = [scaling.draw_length(given_lengths, source) for _ in range(40_000)]
+    assert statistics.fmean(drawn) == pytest.approx(scaling.mean_length(given_lengths), rel=0.02)
     assert max(drawn) <= longest
     constant = Lengths(distribution="constant", mean=30, longest=20)
-    assert lengths.draw(constant, source) == lengths.mean(constant) == 20
+    assert scaling.draw_length(constant, source) == scaling.mean_length(constant) == 20
 
 
 @given(st.floats(0.1, 100), st.floats(0.1, 1000))

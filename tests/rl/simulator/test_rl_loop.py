@@ -9,8 +9,7 @@ import pytest
 from hyper_parallel.config.rl_simulation import RlSimulation
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.rl.simulator import best_split, simulate_colocated, simulate_loop
-from hyper_parallel.rl.simulator.compare import compare
-from hyper_parallel.rl.simulator.split import lower_bound, ranked_splits
+from hyper_parallel.rl.simulator.run import compare, lower_bound, ranked_splits
 
 CONSTANT: dict[str, Any] = {
     "devices": 8,

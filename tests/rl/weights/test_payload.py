@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.rl.weights.buffers import BufferPool
-from hyper_parallel.rl.weights.header import HEADER_BYTES, Header
+from hyper_parallel.rl.weights.exchange import BufferPool
 from hyper_parallel.rl.weights.payload import (
+    HEADER_BYTES,
+    Header,
     apply_difference,
     checksum,
     difference,

@@ -14,9 +14,9 @@ import torch
 
 from harness.weight_models import connected, small_model, whole
 from harness.weight_roles import run_roles
-from hyper_parallel.compat.standalone_group import Pending, StandaloneGroup
+from hyper_parallel.compat.process_groups import Pending, StandaloneGroup
 from hyper_parallel.errors import WeightsError
-from hyper_parallel.rl.weights.options import TransferOptions
+from hyper_parallel.rl.weights.plan import TransferOptions
 from hyper_parallel.rl.weights.transfer import WeightTransfer
 
 SECONDS = 12.0

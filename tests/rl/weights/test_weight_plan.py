@@ -15,8 +15,7 @@ from harness.weight_layouts import description_on, held, random_description, ran
 from hyper_parallel.errors import ConfigError, WeightsError
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.rl.weights.description import ITEM_BYTES, Description, Parameter
-from hyper_parallel.rl.weights.options import TransferOptions
-from hyper_parallel.rl.weights.plan import Message, WeightPlan, plan_weights
+from hyper_parallel.rl.weights.plan import Message, TransferOptions, WeightPlan, plan_weights
 
 DTYPES = ["float32", "bfloat16"]
 

@@ -11,13 +11,10 @@ import torch.distributed as dist
 from harness import run_ranks
 from harness.weight_models import connected, small_model, whole
 from harness.weight_roles import run_roles
-from hyper_parallel.compat.standalone_group import serve_store
+from hyper_parallel.compat.process_groups import serve_store
 from hyper_parallel.errors import WeightsError
-from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
-from hyper_parallel.rl.weights.meeting import Meeting
-from hyper_parallel.rl.weights.options import TransferOptions
-from hyper_parallel.rl.weights.plan import plan_weights
-from hyper_parallel.rl.weights.transfer import connect
+from hyper_parallel.rl.weights.plan import TransferOptions, plan_weights
+from hyper_parallel.rl.weights.transfer import Meeting, connect, describe, local_tensors
 
 Axes = dict[str, int] | None
 SMALL = TransferOptions(bucket_bytes=600)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.cluster.cluster import Cluster
-from hyper_parallel.cluster.presets.facts import Facts, cluster, estimate, known
+from hyper_parallel.cluster.files import Facts, cluster, estimate, known
 
 _MI300X = "AMD Instinct MI300X datasheet (2023)"
 _PLATFORM = "AMD Instinct MI300X platform datasheet (2023)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hyper_parallel.cluster.cluster import Cluster
-from hyper_parallel.cluster.presets.facts import Facts, cluster, estimate, known
+from hyper_parallel.cluster.files import Facts, cluster, estimate, known
 
 _A2 = "Huawei Atlas 800T A2 specification: eight 910B3, 313 TFLOP/s each"
 _DEEPSERVE = "DeepServe, arXiv 2501.14417, its table of machines"

@@ -1,4 +1,6 @@
-"""Machines by name: a preset, a preset with a number of devices, or a file."""
+"""Machines by name: a preset, a preset with a number of devices, a file, or PyTorch's name of the device; and the peak
+FLOP/s of published devices (the denominator of MFU).
+"""
 
 from __future__ import annotations
 
@@ -43,3 +45,51 @@ def named(name: str) -> Cluster:
     if int(match[2]) < 1:
         raise ConfigError(f"a cluster has at least one device; got {name!r}")
     return replace(preset(match[1]), name=name.lower(), ranks=int(match[2]))
+
+
+# Words that a device's name must hold, and the preset. The first match is taken.
+_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("V100", "32GB"), "v100"),
+    (("A100", "40GB"), "a100-40gb"),
+    (("A100",), "a100"),
+    (("A800",), "a800"),
+    (("H100",), "h100"),
+    (("H200",), "h200"),
+    (("H800",), "h800"),
+    (("H20",), "h20"),
+    (("GB200",), "gb200-nvl72"),
+    (("GB300",), "gb300-nvl72"),
+    (("B200",), "b200"),
+    (("B300",), "b300"),
+    (("MI300X",), "mi300x"),
+    (("Ascend910B3",), "910b"),
+)
+_EQUALS = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense FLOP/s of one device in `dtype`; None if no figure is published (estimates do not count).
+
+    >>> peak_flops("NVIDIA H100 PCIe", "float16")
+    756000000000000.0
+    """
+    for words, peaks, _ in (*nvidia.FORM_FACTORS, *ascend.FORM_FACTORS):
+        if all(word in device_name for word in words):
+            return peaks.get(_EQUALS.get(dtype, dtype))
+    name = preset_of(device_name)
+    if name is None:
+        return None
+    found = preset(name)
+    assert found.device is not None, "a preset describes its device"
+    # A device that has no figure of a dtype's own runs it at that of its equal; a V100 has float16 and no bfloat16.
+    stated = next((d for d in (dtype, _EQUALS.get(dtype)) if f"device.matrix.{d}" in found.sources), None)
+    return found.device.matrix[stated] if stated else None
+
+
+def preset_of(device_name: str) -> str | None:
+    """The preset of machines with this device; None if there is none.
+
+    >>> preset_of("NVIDIA H100 80GB HBM3")
+    'h100'
+    """
+    return next((name for words, name in _MARKS if all(word in device_name for word in words)), None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.cluster.cluster import Cluster
-from hyper_parallel.cluster.presets.facts import Fact, Facts, cluster, estimate, known
+from hyper_parallel.cluster.files import Fact, Facts, cluster, estimate, known
 
 _A100 = "NVIDIA A100 80GB datasheet (2021), SXM"
 _A100_PAPER = "NVIDIA A100 architecture whitepaper (2020), table of peak rates"

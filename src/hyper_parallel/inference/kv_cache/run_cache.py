@@ -18,13 +18,13 @@ from torch import Tensor
 
 from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.inference.agreement import Agreement
 from hyper_parallel.inference.kv_cache.kv_memory import KVMemory
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.pages import shape_of
-from hyper_parallel.inference.kv_cache.report import CacheReport
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape
+from hyper_parallel.inference.kv_cache.tiers import CacheReport
+from hyper_parallel.inference.rank_groups import Agreement
 from hyper_parallel.inference.request import Request
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
 from hyper_parallel.inference.weights.fingerprint import Fingerprint

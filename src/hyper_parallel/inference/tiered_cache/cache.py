@@ -19,11 +19,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import BudgetError, ConfigError, UnsupportedModelError
-from hyper_parallel.inference.tiered_cache.blocks import Moved, TierBlocks
 from hyper_parallel.inference.tiered_cache.layer import RowOrders, TieredLayer, TieredSlidingLayer, _Tiered
 from hyper_parallel.inference.tiered_cache.split import LayerSize, Split, block_tokens, smallest_budget, split
-from hyper_parallel.inference.tiered_cache.transfers import Transfers
-from hyper_parallel.offloading.runtime.open_tiers import open_tiers
+from hyper_parallel.inference.tiered_cache.transfers import Moved, TierBlocks, Transfers
+from hyper_parallel.offloading.open_tiers import open_tiers
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.units import format_bytes, parse_bytes
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.offloading.autograd.python_state import PythonState
-from hyper_parallel.offloading.autograd.state_tokens import Identity
+from hyper_parallel.offloading.autograd.state_snapshot import Identity
 from hyper_parallel.shard.sharded_model import is_sharded
 
 _LANES = 1024

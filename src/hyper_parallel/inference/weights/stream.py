@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.inference.budget.plan import Module
-from hyper_parallel.inference.weights import streamed_experts
-from hyper_parallel.inference.weights.away_weight import AwayWeight
+from hyper_parallel.inference.memory_plan import Module
+from hyper_parallel.inference.weights import away_weight
+from hyper_parallel.inference.weights.away_weight import AwayWeight, StreamedExperts
 from hyper_parallel.inference.weights.read_ahead import Choice, ReadAhead
-from hyper_parallel.inference.weights.streamed_experts import StreamedExperts
 from hyper_parallel.inference.weights.tiers import WeightTiers
 from hyper_parallel.inference.weights.units import Part, Unit, by_module
-from hyper_parallel.shard.sharded_parameter import local_of
+from hyper_parallel.shard.sharded_model import local_of
 
 
 class WeightStream:
@@ -38,7 +37,7 @@ class WeightStream:
         self._reader = ReadAhead(tiers, device)
         self._resident: dict[Unit, Tensor] = {}
         self._hooks: list[Any] = []
-        host_tokens = streamed_experts.HOST_TOKENS if device.type == "cpu" else 0
+        host_tokens = away_weight.HOST_TOKENS if device.type == "cpu" else 0
         self._experts = {
             group[0].module: StreamedExperts(group, self._reader, tiers, self._resident, host_tokens)
             for group in by_module(self.units)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.budget.plan import Module
-from hyper_parallel.inference.weights.stacked_experts import stacked_experts
+from hyper_parallel.inference.memory_plan import Module
+from hyper_parallel.shard.experts.plan import is_experts
 from hyper_parallel.shard.model_structure import layers_of
 
 SPLIT = 16 << 20
@@ -183,3 +183,22 @@ def _is_table(module: nn.Module) -> bool:
 
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+# Experts of a mixture whose weights can be read one by one.
+#
+# Transformers stacks the experts of a layer in parameters [E, ...], and the own code of modules that go through its
+# experts interface takes one expert's matrix after the other by its number. A module of another kind has its
+# projections streamed as a whole.
+
+
+def stacked_experts(module: nn.Module) -> int:
+    """The number of experts E of a module whose weights are stacks of E, each for itself and plain; else 0."""
+    count = getattr(module, "num_experts", 0)
+    stacks = list(module.parameters(recurse=False))
+    if not is_experts(module) or not hasattr(type(module).forward, "__wrapped__") or not stacks:
+        return 0
+    # Other weights of the module, and those of modules below it, have no expert's number.
+    if len(stacks) != len(list(module.parameters())) or not isinstance(count, int):
+        return 0
+    return count if all(type(one) is nn.Parameter and one.shape[:1] == (count,) for one in stacks) else 0

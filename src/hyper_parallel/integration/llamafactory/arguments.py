@@ -1,7 +1,4 @@
-"""LlamaFactory's `hyper_parallel_args`: the fields that its users know, and two of ours.
-
-They are plain data here; `strategy` says what they mean.
-"""
+"""LlamaFactory's arguments: the fields of `hyper_parallel_args`, the Strategy that they mean, and its own options."""
 
 from __future__ import annotations
 
@@ -11,7 +8,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from hyper_parallel.compat import registry
 from hyper_parallel.errors import IntegrationError, nearest
+from hyper_parallel.integration.parallel_run import Given
 
 MODES = ("none", "recompute", "swap")
 DISPATCHER = "all_to_all"
@@ -196,3 +197,170 @@ class HyperParallelArguments:
             raise IntegrationError(
                 f"{source}: {' and '.join(both)} cannot stand beside strategy, which says it; leave out either"
             )
+
+
+# HyperParallelArguments as a Strategy.
+#
+#     world = pp_size · replicate · fsdp_size · cp_size · tp_size
+#     fsdp_size left out: world ÷ (pp_size · cp_size · tp_size)
+#     efsdp_size · ep_size = fsdp_size · cp_size · tp_size
+#
+# Only what is written goes into the Strategy; the trainer fills in the rest from LlamaFactory's own options.
+
+
+def strategy_from_arguments(
+    arguments: HyperParallelArguments, world: int, *, checkpoints: bool = False
+) -> Given:
+    """What to give `integration.parallel_run.strategy_of`: the user's own strategy, or one made of the fields.
+
+    `checkpoints`: LlamaFactory's own gradient checkpointing is on, which holds where nothing here says otherwise.
+    Raises IntegrationError for fields that are wrong, or that do not fit `world` workers.
+    """
+    arguments.validate()
+    own = arguments.strategy
+    if own is not None and own != "auto":
+        return dict(own) if isinstance(own, Mapping) else Path(own)
+    axes = "auto" if own == "auto" else _axes(arguments, world)
+    return {"axes": axes, **_sections(arguments, checkpoints and own is None)}
+
+
+def check_device(arguments: HyperParallelArguments, there: str) -> None:
+    """Raise IntegrationError where `device_type` is not the device that the run trains on, or none at all."""
+    meant = arguments.device_type
+    known = ("auto", *registry.names())
+    if meant not in known:
+        hint = nearest(meant, known) or f"; known are {', '.join(known)}"
+        raise IntegrationError(f"hyper_parallel_args: there is no device_type {meant!r}{hint}")
+    if meant not in ("auto", there):
+        raise IntegrationError(
+            f"hyper_parallel_args: device_type is {meant!r}, and this run trains on {there!r}; install the driver and "
+            f"the build of PyTorch for {meant}, or set device_type to 'auto'"
+        )
+
+
+def _axes(arguments: HyperParallelArguments, world: int) -> dict[str, int]:
+    """Degrees, outer to inner. Raises IntegrationError where they do not multiply to `world`."""
+    context, tensor, expert = arguments.cp_size, arguments.tp_size, arguments.ep_size
+    stages = arguments.pp_size
+    written = {"cp_size": context, "tp_size": tensor}
+    if arguments.fsdp_size is not None:
+        written = {"fsdp_size": arguments.fsdp_size, **written}
+    written = {"pp_size": stages, **written}
+    product = stages * context * tensor * (arguments.fsdp_size or 1)
+    if world % product:
+        sizes = " · ".join(f"{name} {size}" for name, size in written.items() if size > 1)
+        raise IntegrationError(
+            f"hyper_parallel_args: {sizes} = {product} does not divide the number of workers, {world}; start a "
+            f"multiple of {product} workers, or make the sizes divide {world}"
+        )
+    rest = world // product
+    shard = arguments.fsdp_size or rest
+    axes = {
+        "pipeline": stages,
+        "replicate": world // (stages * shard * context * tensor),
+        "shard": shard,
+        "context": context,
+        "tensor": tensor,
+    }
+    span = shard * context * tensor
+    if span % expert:
+        raise IntegrationError(
+            f"hyper_parallel_args: ep_size {expert} does not divide fsdp_size · cp_size · tp_size = "
+            f"{shard} · {context} · {tensor} = {span}; experts are spread over these workers"
+        )
+    if arguments.efsdp_size not in (None, span // expert):
+        raise IntegrationError(
+            f"hyper_parallel_args: efsdp_size is {arguments.efsdp_size}, and fsdp_size · cp_size · tp_size ÷ ep_size = "
+            f"{shard} · {context} · {tensor} ÷ {expert} = {span // expert} workers share an expert; leave it out"
+        )
+    return {**axes, "expert": expert}
+
+
+def _sections(arguments: HyperParallelArguments, checkpoints: bool) -> dict[str, Any]:
+    """`precision` and `memory`, as far as they are written."""
+    precision = {}
+    if arguments.param_dtype is not None:
+        precision["compute"] = DTYPES[arguments.param_dtype.removeprefix("torch.")]
+    if arguments.reduce_dtype is not None:
+        precision["reduce"] = DTYPES[arguments.reduce_dtype.removeprefix("torch.")]
+    memory: dict[str, Any] = dict(arguments.memory or {})
+    if arguments.reshard_after_forward is not None:
+        memory["reshard_after_forward"] = arguments.reshard_after_forward
+    own = arguments.activation_mode == "none" and arguments.memory is None and checkpoints
+    if arguments.activation_mode == "recompute" or own:
+        memory["recompute"] = "layer"
+    return {**({"precision": precision} if precision else {}), **({"memory": memory} if memory else {})}
+
+
+_WHOLE_MATRICES = {
+    "use_galore": "GaLore",
+    "use_apollo": "APOLLO",
+    "use_adam_mini": "Adam-mini",
+    "use_muon": "Muon",
+}
+"""Options that choose an optimizer whose update looks at whole matrices, rows or blocks."""
+_PATCHED_BY = {
+    "liger_kernel": "enable_liger_kernel",
+    "unsloth": "use_unsloth",
+    "MoD": "mixture_of_depths",
+    "kt_kernel": "use_kt",
+}
+"""Packages that put passes of their own into a model to the options that ask for them."""
+
+
+_OWN_LOSSES = ("use_dft_loss", "use_eaft_loss", "use_asft_loss")
+_NEED_LOGITS = {**dict.fromkeys(_OWN_LOSSES, "loss"), "compute_accuracy": "metric"}
+"""Options whose numbers are computed from whole logits."""
+
+
+def check_stages(args: Any, finetuning_args: Any, stages: int) -> None:
+    """Refuse what needs whole logits, which no worker has while `stages` run. Raises IntegrationError."""
+    for option, what in _NEED_LOGITS.items():
+        if stages > 1 and getattr(finetuning_args, option, False):
+            raise IntegrationError(
+                f"{option}: the {what} is computed from whole logits, which no worker has with pp_size {stages}; leave "
+                "it out, or set pp_size to 1"
+            )
+    if stages > 1 and getattr(args, "predict_with_generate", False):
+        raise IntegrationError(
+            f"predict_with_generate: the stages of pp_size {stages} compute no text; leave it out and evaluate by the "
+            "loss, or set pp_size to 1"
+        )
+
+
+def check_options(args: Any, finetuning_args: Any, model: nn.Module, world: int) -> None:
+    """Refuse what cannot be honoured on a model that is spread over `world` workers. Raises IntegrationError."""
+    if getattr(args, "fp8", False):
+        raise IntegrationError("fp8 cannot be used with use_hyper_parallel; train in bfloat16 (bf16: true)")
+    if getattr(finetuning_args, "use_badam", False):
+        raise IntegrationError(
+            "use_badam changes which parameters are trained as it goes, and a model is spread once; leave it out"
+        )
+    for option, name in _WHOLE_MATRICES.items():
+        if getattr(finetuning_args, option, False) and world > 1:
+            raise IntegrationError(
+                f"{option}: {name} looks at whole matrices, of which each of the {world} workers has a part; leave it "
+                "out, or train on one worker"
+            )
+    for module in model.modules():
+        package = module.forward.__module__.partition(".")[0]
+        if package in _PATCHED_BY:
+            raise IntegrationError(
+                f"{_PATCHED_BY[package]} puts passes of its own into {type(module).__name__}, which cannot be spread; "
+                "leave it out"
+            )
+
+
+def without_checkpointing(model: nn.Module) -> bool:
+    """Switch off LlamaFactory's gradient checkpointing, which knows nothing of a spread model; whether it was on."""
+    seen: Any = model
+    if not getattr(seen, "is_gradient_checkpointing", False):
+        return False
+    seen.gradient_checkpointing_disable()
+    return True
+
+
+def keep_document_numbers(data_collator: Any) -> None:
+    """Let `neat_packing` tell documents by their numbers, [B, S], not by a mask [B, 1, S, S] that no axis can split."""
+    if getattr(data_collator, "block_diag_attn", False):
+        data_collator.block_diag_attn = False

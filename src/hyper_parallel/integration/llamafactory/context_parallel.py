@@ -25,8 +25,8 @@ from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.batch_rows import rows_of
 from hyper_parallel.platform import get_platform
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.forward import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
-from hyper_parallel.shard.packed_documents import documents_known
 
 _whole: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """What `shard_inputs_for_cp` cut to the inputs that it was cut from."""
@@ -72,7 +72,7 @@ def cp_prepare_model(model: nn.Module, accelerator: Any, hp_args: Any) -> nn.Mod
     Returns the model. Raises IntegrationError, before anything is changed, where they cannot.
     """
     if int(hp_args.cp_size) > 1:
-        from hyper_parallel.integration.causal_models import has_next_token_loss
+        from hyper_parallel.integration.trainer_arguments import has_next_token_loss
 
         _groups(int(hp_args.cp_size))
         if not has_next_token_loss(model):

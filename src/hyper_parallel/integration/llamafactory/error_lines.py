@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from hyper_parallel.compat.store import leave_word, word_left
+from hyper_parallel.compat.process_groups import leave_word, word_left
 from hyper_parallel.errors import PREFIX, HyperParallelError
 
 _KEY = "hyper_parallel/error"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.errors import IntegrationError
-from hyper_parallel.integration.llamafactory.strategy import strategy_from_arguments
+from hyper_parallel.integration.llamafactory.arguments import strategy_from_arguments
 from hyper_parallel.integration.parallel_run import strategy_of, world_size
 from hyper_parallel.shard.plan import make_plan
 

@@ -8,15 +8,16 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from torch import Tensor, nn
 
 from hyper_parallel.integration.batch_rows import shifted
-from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
-from hyper_parallel.integration.llamafactory.error_lines import one_line_errors
-from hyper_parallel.integration.llamafactory.options import (
+from hyper_parallel.integration.llamafactory.arguments import (
+    HyperParallelArguments,
+    check_device,
     check_options,
     check_stages,
     keep_document_numbers,
+    strategy_from_arguments,
     without_checkpointing,
 )
-from hyper_parallel.integration.llamafactory.strategy import check_device, strategy_from_arguments
+from hyper_parallel.integration.llamafactory.error_lines import one_line_errors
 from hyper_parallel.integration.parallel_run import world_size
 from hyper_parallel.integration.trainer import SpreadTrainer
 from hyper_parallel.integration.versions import check

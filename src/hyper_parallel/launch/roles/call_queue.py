@@ -18,8 +18,7 @@ from typing import Any
 from hyper_parallel import errors
 from hyper_parallel.errors import GroupError, HyperParallelError, LaunchError
 from hyper_parallel.launch.failure import Failure, cause
-from hyper_parallel.launch.roles.interface import Future, Instruction
-from hyper_parallel.launch.roles.messages import WorkerReport, plain
+from hyper_parallel.launch.roles.protocol import Future, Instruction, WorkerReport, plain
 
 SETTLE_S = 3.0
 """Seconds that a rank's error waits for the other ranks to answer, and a lost connection for what explains it."""

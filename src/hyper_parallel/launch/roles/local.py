@@ -17,18 +17,15 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import rendezvous
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.forkserver import ForkServer, borrow, give_back
-from hyper_parallel.launch.heartbeat import Beat
-from hyper_parallel.launch.launcher_env import WorkerPlace
-from hyper_parallel.launch.position_board import PositionBoard
-from hyper_parallel.launch.roles.interface import Future
-from hyper_parallel.launch.roles.messages import EngineEnd, packed
+from hyper_parallel.launch.heartbeat import Beat, PositionBoard
+from hyper_parallel.launch.rendezvous import WorkerPlace
+from hyper_parallel.launch.roles.protocol import TARGET, EngineEnd, Future, packed
 from hyper_parallel.launch.roles.queued_group import QueuedGroup, QueueEngine
-from hyper_parallel.launch.roles.serve import TARGET
 from hyper_parallel.launch.watchdog import Activities
 
 LEAVE_S = 3.0

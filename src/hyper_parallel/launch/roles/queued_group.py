@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.roles.call_queue import CallQueue, sent_lists
-from hyper_parallel.launch.roles.interface import Future, Instruction
+from hyper_parallel.launch.roles.protocol import Future, Instruction
 
 SUSPENDED_S = 2.0
 """Seconds by which the engine's thread must oversleep to conclude that this process was suspended."""

@@ -15,14 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.failure import Failure, one_line
-from hyper_parallel.launch.launcher_env import WorkerPlace
-from hyper_parallel.launch.roles.interface import Future
+from hyper_parallel.launch.rendezvous import WorkerPlace
+from hyper_parallel.launch.roles.protocol import Future
 from hyper_parallel.launch.roles.queued_group import QueuedGroup, QueueEngine
-from hyper_parallel.launch.roles.ray_cluster import authenticate, connect, load_ray
-from hyper_parallel.launch.roles.ray_worker import RayWorker, kill_process
+from hyper_parallel.launch.roles.ray_cluster import RayWorker, authenticate, connect, kill_process, load_ray
 
 PLACE_S = 30.0
 """Seconds that Ray has to reserve free resources."""

@@ -3,8 +3,7 @@
 The two passes of a model are captured as one step, planned as one, and run as autograd asks for them.
 """
 
-from hyper_parallel.offloading.autograd.activation_swap import Swap
-from hyper_parallel.offloading.autograd.api import offload, release
-from hyper_parallel.offloading.autograd.offloaded_forward import Offloaded
+from hyper_parallel.offloading.autograd.budget import Swap
+from hyper_parallel.offloading.autograd.offloaded_model import Offloaded, offload, release
 
 __all__ = ["Offloaded", "Swap", "offload", "release"]

@@ -17,22 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat.dispatch import without_autocast
-from hyper_parallel.compat.fake_process_group import fake_mode, faked
-from hyper_parallel.compat.fake_world import computed_once, taken_for_real
-from hyper_parallel.compat.live_storages import is_movable
-from hyper_parallel.compat.pytree import flatten, leaves_of, unflatten
-from hyper_parallel.compat.symbolic_sizes import fake_mode_with_symbols
+from hyper_parallel.compat.dispatch import flatten, leaves_of, unflatten, without_autocast
+from hyper_parallel.compat.fake_tensors import fake_mode, faked
+from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
+from hyper_parallel.compat.memory import is_movable
+from hyper_parallel.compat.transformers_capture import computed_once, taken_for_real
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import Kind, StepGraph, capture, host, is_cache, phase, rewritten
-from hyper_parallel.graph.gradient_layout import owned
+from hyper_parallel.graph.gradients import owned
 from hyper_parallel.graph.guards import Question, Questions
-from hyper_parallel.graph.ir import GivenTensor
+from hyper_parallel.graph.host_nodes import HOST, HostPoint
+from hyper_parallel.graph.ir import GivenTensor, module_state
 from hyper_parallel.graph.memory_effects import reads, touched
-from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.graph.suspension import HOST, HostPoint
-from hyper_parallel.offloading.autograd.call_signature import CallSignature
-from hyper_parallel.offloading.autograd.outside_tensors import (
+from hyper_parallel.offloading.autograd.captured_inputs import (
+    CallSignature,
     OutsideTensor,
     OutsideTensors,
     check_released,

@@ -5,7 +5,7 @@ gradients of the results. The check compares results, gradients, buffers and the
 digests of the first run's bits, not the values.
 
 Both runs stay within the budget: the planned passes by their plan, the model's own passes by demand paging
-(`offloading.runtime.demand_paging`), which holds the working set of one operator beside inputs, buffers and whatever
+(`offloading.paging`), which holds the working set of one operator beside inputs, buffers and whatever
 else the plan counts.
 
 The check uses a separate random state, so that it detects a forward pass that seeds a generator or keeps one that the
@@ -24,28 +24,27 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.compat import Backend
-from hyper_parallel.compat.dispatch import outside_modes, without_autocast
-from hyper_parallel.compat.fake_process_group import aliased
-from hyper_parallel.compat.fake_world import computed_once
-from hyper_parallel.compat.pytree import leaves_of
+from hyper_parallel.compat.dispatch import leaves_of, outside_modes, without_autocast
+from hyper_parallel.compat.fake_tensors import aliased
+from hyper_parallel.compat.transformers_capture import computed_once
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.graph.random_state import set_state
-from hyper_parallel.graph.random_state import state_of as random_state_of
-from hyper_parallel.offloading.autograd.call_signature import CallSignature
+from hyper_parallel.graph.capture_overrides import set_state
+from hyper_parallel.graph.capture_overrides import state_of as random_state_of
+from hyper_parallel.graph.ir import module_state
+from hyper_parallel.offloading.autograd.budget import WHOLES
 from hyper_parallel.offloading.autograd.capture_passes import Passes, staying
-from hyper_parallel.offloading.autograd.outside_tensors import following
-from hyper_parallel.offloading.autograd.resident_memory import WHOLES
+from hyper_parallel.offloading.autograd.captured_inputs import CallSignature, following
 from hyper_parallel.offloading.autograd.side_effects import Transaction
 from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
-from hyper_parallel.offloading.autograd.tensor_digest import (
+from hyper_parallel.offloading.autograd.two_passes import (
     SEED,
+    Ready,
+    Run,
     TensorDigest,
     digest_of,
 )
-from hyper_parallel.offloading.autograd.two_passes import Ready, Run
-from hyper_parallel.offloading.runtime.demand_paging import NoRoomError, Paged
-from hyper_parallel.offloading.runtime.executor import whole
+from hyper_parallel.offloading.paging import NoRoomError, Paged
+from hyper_parallel.offloading.runtime import whole
 from hyper_parallel.offloading.tiers import Tier
 
 log = logging.getLogger(__name__)

@@ -20,16 +20,15 @@ from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph, balanced_sizes, executable, rewritten
 from hyper_parallel.graph.dynamic_sizes import largest_sizes
 from hyper_parallel.offloading import Runtime
-from hyper_parallel.offloading.autograd.activation_swap import Swap
-from hyper_parallel.offloading.autograd.call_signature import CallSignature
+from hyper_parallel.offloading.autograd.budget import Swap, with_resident_inputs
 from hyper_parallel.offloading.autograd.capture_passes import Passes, capture_passes, exact, late, staying
+from hyper_parallel.offloading.autograd.captured_inputs import CallSignature
 from hyper_parallel.offloading.autograd.check_capture import Check
 from hyper_parallel.offloading.autograd.parallel_context import Around
 from hyper_parallel.offloading.autograd.python_state import PythonState
-from hyper_parallel.offloading.autograd.resident_memory import with_resident_inputs
 from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.two_passes import Ready
-from hyper_parallel.offloading.runtime.open_tiers import cluster_for, machine_of, measured, open_tiers
+from hyper_parallel.offloading.open_tiers import cluster_for, machine_of, measured, open_tiers
 from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.offload_pass import Offload

@@ -28,15 +28,17 @@ from torch import nn
 
 from hyper_parallel.compat.dispatch import HOOKS, HOOKS_OF_ALL
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph.module_state import module_state
-from hyper_parallel.offloading.autograd.state_snapshot import Place, Slot, Snapshot
-from hyper_parallel.offloading.autograd.state_tokens import (
+from hyper_parallel.graph.ir import module_state
+from hyper_parallel.offloading.autograd.state_snapshot import (
     ATOMS,
     CONFIGS,
     FLOATS,
     MISSING,
     OPAQUE,
     Identity,
+    Place,
+    Slot,
+    Snapshot,
     answers_itself,
     codes_of,
     has_state,

@@ -19,10 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hyper_parallel.compat.pytree import flatten, unflatten
+from hyper_parallel.compat.dispatch import flatten, unflatten
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.offloading.autograd.state_snapshot import Place, Snapshot
-from hyper_parallel.offloading.autograd.state_tokens import MISSING, slots, state_token
+from hyper_parallel.offloading.autograd.state_snapshot import MISSING, Place, Snapshot, slots, state_token
 
 _TENSOR = object()
 

@@ -8,7 +8,7 @@ memory. Of updates on the host the state is no storage of the device: it only ta
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,12 @@ from torch import fx
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, lifetimes, values_of, workspaces
-from hyper_parallel.graph.collective_groups import is_wait, ranks_of
 from hyper_parallel.graph.costs import costs
-from hyper_parallel.graph.host_update import is_update, storages_of, tier_of
-from hyper_parallel.graph.ir import Kind, Value
+from hyper_parallel.graph.host_nodes import HOST, HostPoint, is_update, storages_of, tier_of
+from hyper_parallel.graph.ir import Kind, Value, is_wait, ranks_of
 from hyper_parallel.graph.liveness import Lifetime
 from hyper_parallel.graph.lower import lowered
 from hyper_parallel.graph.memory_effects import begun, touched, writes
-from hyper_parallel.graph.transfer_nodes import transfer_ends
 from hyper_parallel.offloading.schedule.problem import (
     Buffer,
     ForcedOffload,
@@ -197,3 +195,27 @@ def _busy(places: list[tuple[int, int]], changed: Collection[int]) -> tuple[UseI
     return tuple(
         UseInterval(first, last, any(first <= at <= last for at in ordered)) for first, last in joined
     )
+
+
+# Transfers between ranks as host points, so that liveness and planners see when their memory is in use.
+#
+#     buffer = host("post")                  memory that a value will be received in
+#     host("wait", [buffer])                 what was received is in it: the node writes to it
+#     sent = host("send", [value])           the value is being sent from its memory
+#     host("wait", [sent, value])            its memory is free
+#
+# From the node that begins a transfer to the wait for it the memory is in use, by the network.
+
+BEGINS = (HostPoint.POST, HostPoint.SEND)
+"""The points at which a transfer begins."""
+
+
+def transfer_ends(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """Each node that begins a transfer, and the place of the wait for it."""
+    for at, node in enumerate(nodes):
+        if node.target is HOST and node.args[0] == HostPoint.WAIT:
+            yield from ((one, at) for one in node.all_input_nodes if _begins(one))
+
+
+def _begins(node: fx.Node) -> bool:
+    return node.target is HOST and node.args[0] in BEGINS

@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.collective_groups import is_collective, is_wait
-from hyper_parallel.graph.suspension import HOST
-from hyper_parallel.offloading.schedule.problem import Problem
+from hyper_parallel.graph.host_nodes import HOST
+from hyper_parallel.graph.ir import is_collective, is_wait
+from hyper_parallel.offloading.schedule.problem import Plan, Problem
 from hyper_parallel.offloading.schedule.solve import choose
-from hyper_parallel.offloading.schedule.transfers import Plan
 
 SMALL = 0.01
 """Of the seconds of the step without a budget: where a plan adds less to them, no other graph is looked for."""

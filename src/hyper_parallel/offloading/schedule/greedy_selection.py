@@ -24,11 +24,8 @@ from typing import Literal
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.array_types import Floats, Ints
-from hyper_parallel.offloading.schedule.idle_intervals import Gaps
-from hyper_parallel.offloading.schedule.live_profile import LiveProfile
+from hyper_parallel.offloading.schedule.idle_intervals import Chosen, Floats, Gaps, Ints, LiveProfile
 from hyper_parallel.offloading.schedule.problem import Problem
-from hyper_parallel.offloading.schedule.selection import Chosen
 
 SLICES = 900
 """The most time slices that a step is cut into."""

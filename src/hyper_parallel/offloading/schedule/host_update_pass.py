@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hyper_parallel.compat.pytree import mapped
+from hyper_parallel.compat.dispatch import mapped
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.graph import (
     StepGraph,
@@ -30,9 +30,8 @@ from hyper_parallel.graph import (
     dependencies,
     values_of,
 )
-from hyper_parallel.graph.cluster_uses import sums_first
 from hyper_parallel.graph.dependencies import arrange, check_order
-from hyper_parallel.graph.host_update import (
+from hyper_parallel.graph.host_nodes import (
     HostArguments,
     Moved,
     OperatorCall,
@@ -43,6 +42,7 @@ from hyper_parallel.graph.host_update import (
 )
 from hyper_parallel.graph.ir import Value
 from hyper_parallel.graph.memory_effects import touched, writes
+from hyper_parallel.graph.reorder_for_memory import sums_first
 from hyper_parallel.offloading.schedule.problem import OffloadTier
 from hyper_parallel.offloading.schedule.slot_allocator import ALIGN
 
@@ -142,7 +142,7 @@ def move_to_host(step: StepGraph, parameters: Collection[str], tier: str) -> Ste
     """The step with the updates of these parameters on the host; `step` stays as it is.
 
     `parameters`: names of inputs, each of one of `can_run_on_host`. `tier`: where their state is to lie. Before the
-    step can run, `offloading.schedule.insert_transfers` has to give them slots.
+    step can run, `offloading.schedule.offload_pass` has to give them slots.
     """
     chosen = [one for one in can_run_on_host(step) if one.parameter in parameters]
     assert len(chosen) == len(set(parameters)), f"{len(chosen)} of {len(set(parameters))} can be apart"

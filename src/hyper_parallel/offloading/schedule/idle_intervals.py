@@ -1,18 +1,97 @@
-"""Idle intervals of all storages, as columns.
-
-Gaps between two writes of a storage share a *version*: one copy out serves them all. `turn` orders the gaps of a
-version; of state it goes around the step's end. Whoever comes first among those that are chosen carries the store.
-"""
+"""Idle intervals of all storages, as columns; those that are selected, and live bytes beside them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hyper_parallel.offloading.schedule.array_types import Flags, Floats, Ints
 from hyper_parallel.offloading.schedule.problem import Buffer, Problem, Rate
+from hyper_parallel.trace.live_bytes import wrapped
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+# Live bytes at each node of a step that repeats, kept up to date (`trace.live_bytes` in incremental form).
+#
+# A stretch of places `first` … `end` − 1 may continue in the next step (places from n on); since the step repeats, it
+# then wraps around to the first nodes. Changing or querying a stretch costs one pass over it.
+
+
+class LiveProfile:
+    """Bytes at each node, in `at`: int64 [n], or float64 where bytes are a fluid."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: NDArray[Any]) -> None:
+        self.at = at
+
+    def copy(self) -> LiveProfile:
+        """One that changes by itself."""
+        return LiveProfile(self.at.copy())
+
+    def with_all(self, first: Ints, end: Ints, count: Ints) -> LiveProfile:
+        """One with many stretches added at once: of each its first place, its end, and its bytes."""
+        n = self.at.size
+        change = np.zeros(2 * n + 1, dtype=self.at.dtype)
+        np.add.at(change, first, count)
+        np.subtract.at(change, end, count)
+        more = np.cumsum(change[: 2 * n])
+        return LiveProfile(self.at + more[:n] + more[n:])
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at any node."""
+        return int(self.at.max(initial=0))
+
+    def add(self, first: int, end: int, count: int) -> None:
+        """Add `count` bytes to a stretch; where `end` lies before `first`, subtract them from end … first − 1."""
+        if end < first:
+            first, end, count = end, first, -count
+        if end <= self.at.size:
+            self.at[first:end] += count
+            return
+        for begin, stop in wrapped(first, end, self.at.size):
+            self.at[begin:stop] += count
+
+    def most(self, first: int, end: int) -> int:
+        """The most bytes at a node of a stretch."""
+        return max(int(self.at[a:z].max(initial=0)) for a, z in wrapped(first, end, self.at.size))
+
+    def first_over(self, first: int, end: int, limit: int) -> int:
+        """The first place of a stretch with more than `limit` bytes; its end where there is none."""
+        if first >= end:
+            return first
+        for begin, stop in wrapped(first, end, self.at.size):
+            over = self.at[begin:stop] > limit
+            at = int(over.argmax())
+            if over[at]:
+                return first + at
+            first += stop - begin
+        return end
+
+    def under_from(self, first: int, end: int, limit: int) -> int:
+        """The first place of a stretch from which on, to its end, no node has more than `limit` bytes."""
+        if first >= end:
+            return end
+        for begin, stop in reversed(wrapped(first, end, self.at.size)):
+            over = self.at[begin:stop][::-1] > limit
+            at = int(over.argmax())
+            if over[at]:
+                return end - at
+            end -= stop - begin
+        return first
+
+
+# Idle intervals of all storages, as columns.
+#
+# Gaps between two writes of a storage share a *version*: one copy out serves them all. `turn` orders the gaps of a
+# version; of state it goes around the step's end. Whoever comes first among those that are chosen carries the store.
 
 
 @dataclass(frozen=True)
@@ -163,3 +242,95 @@ def _versions(held: Buffer, count: int) -> tuple[list[tuple[int, int]], int, boo
         found[index] = (version, turn)
         turn += 1
     return found, version + 1, clean
+
+
+# Selected idle intervals, and the tier slot of each storage.
+#
+# A storage goes to the first space with room for its slot. What is counted here is never less than what its moves
+# need in the end: state needs its slot always, anything else from where its first store may begin to the use behind its
+# last gap. Gaps that have to be taken are chosen from the beginning, in the space where the host computes.
+
+
+class Chosen:
+    """A set of gaps that changes. Where all storages fit into the first space, nothing needs to be counted."""
+
+    def __init__(self, problem: Problem, gaps: Gaps) -> None:
+        self.gaps = gaps
+        self.flags: Flags = np.zeros(len(gaps), dtype=bool)
+        self.space: Ints = np.zeros(len(gaps), dtype=np.int64)
+        """Of each gap, the index of the space that its storage has its slot in, or would have."""
+        self._room = [space.bytes for space in problem.spaces]
+        sizes = {held.storage: held.bytes for held in problem.held if held.storage in gaps.rows}
+        self._state = {held.storage for held in problem.held if held.state}
+        index = {space.name: at for at, space in enumerate(problem.spaces)}
+        self._fixed = {held.storage: index[held.must.space] for held in problem.held if held.must is not None}
+        """Storage that has to be in a space, and its index."""
+        first = not any(self._fixed.values())
+        self.ample = bool(self._room) and first and sum(sizes.values()) <= self._room[0]
+        self._used = [LiveProfile(np.zeros(gaps.nodes, dtype=np.int64)) for _ in self._room]
+        """Bytes of the slots in each space."""
+        for storage, space in self._fixed.items():
+            self.space[gaps.rows[storage]] = space
+        self.holds = not [row for row in np.flatnonzero(gaps.must).tolist() if not self.add(row)]
+        """Whether there is room for what has to be away."""
+
+    def copy(self) -> Chosen:
+        """One that changes by itself."""
+        other = object.__new__(Chosen)
+        other.gaps, other._room, other._state, other.ample = self.gaps, self._room, self._state, self.ample
+        other._fixed, other.holds = self._fixed, self.holds
+        other.flags, other.space = self.flags.copy(), self.space.copy()
+        other._used = self._used if self.ample else [used.copy() for used in self._used]
+        return other
+
+    def add(self, row: int) -> bool:
+        """Choose a gap; False, and nothing changes, where no space has room."""
+        if self.flags[row]:
+            return True
+        if not self.ample and not self._make_room(row):
+            return False
+        self.flags[row] = True
+        return True
+
+    def drop(self, row: int) -> None:
+        """Choose a gap no longer."""
+        assert not self.gaps.must[row], "what has to be away"
+        if not self.flags[row]:
+            return
+        before = self._span(row)
+        self.flags[row] = False
+        if not self.ample:
+            self._count(row, before, -1)
+            self._count(row, self._span(row), 1)
+
+    def _make_room(self, row: int) -> bool:
+        gaps = self.gaps
+        rows = gaps.rows[int(gaps.storage[row])]
+        before = self._span(row)
+        self.flags[row] = True
+        wanted = self._span(row)
+        self.flags[row] = False
+        self._count(row, before, -1)
+        first, last = wanted
+        # A storage only ever goes on to slower spaces, so that whoever tries again comes to an end.
+        storage, here = int(gaps.storage[row]), int(self.space[row])
+        for space in range(here, here + 1 if storage in self._fixed else len(self._room)):
+            if self._used[space].most(first, last) + gaps.bytes[row] <= self._room[space]:
+                self.space[rows] = space
+                self._count(row, wanted, 1)
+                return True
+        self._count(row, before, 1)
+        return False
+
+    def _span(self, row: int) -> tuple[int, int]:
+        """Nodes at which the slot of a gap's storage is needed."""
+        gaps = self.gaps
+        chosen = [one for one in gaps.rows[int(gaps.storage[row])] if self.flags[one]]
+        if not chosen:
+            return (0, 0)
+        if int(gaps.storage[row]) in self._state:
+            return (0, gaps.nodes)
+        return int(gaps.open[chosen[0]]), min(int(gaps.used[chosen[-1]]) + 1, gaps.nodes)
+
+    def _count(self, row: int, span: tuple[int, int], sign: int) -> None:
+        self._used[self.space[row]].add(*span, sign * int(self.gaps.bytes[row]))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.offloading.schedule.array_types import Floats, Ints
+from hyper_parallel.offloading.schedule.idle_intervals import Floats, Ints
 
 
 class SolverError(HyperParallelError):

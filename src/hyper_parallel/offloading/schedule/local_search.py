@@ -29,10 +29,8 @@ from itertools import accumulate
 from typing import TypeVar
 
 from hyper_parallel.offloading.schedule.idle_intervals import Gaps
-from hyper_parallel.offloading.schedule.incremental_layout import Draft, Facts
-from hyper_parallel.offloading.schedule.problem import Problem
-from hyper_parallel.offloading.schedule.transfer_layout import Layout
-from hyper_parallel.offloading.schedule.transfers import Replayed, replay
+from hyper_parallel.offloading.schedule.problem import Problem, Replayed, replay
+from hyper_parallel.offloading.schedule.transfer_layout import Draft, Facts, Layout
 
 WARMTH = 0.005
 CHANGES = (1, 1, 2, 3)

@@ -1,24 +1,44 @@
-"""The offload pass: rewrites a StepGraph so that its peak memory meets a budget."""
+"""The offload pass: plans a step under a budget, inserts the plan's transfers, and explains the plan in words."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from torch import fx
+
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import StepGraph, balanced_sizes, validate
+from hyper_parallel.graph import Slot, StepGraph, balanced_sizes, ir, validate
+from hyper_parallel.graph.capture_overrides import uncollected
 from hyper_parallel.graph.dynamic_sizes import largest_sizes, uncertain
-from hyper_parallel.graph.no_gc import uncollected
+from hyper_parallel.graph.host_nodes import is_update, slot_arguments, storages_of, tier_of
+from hyper_parallel.graph.ir import Rest, Value
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices, changes
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.graph_search import search
 from hyper_parallel.offloading.schedule.host_update_pass import on_host
-from hyper_parallel.offloading.schedule.insert_transfers import apply
-from hyper_parallel.offloading.schedule.problem import OffloadTier, Problem
+from hyper_parallel.offloading.schedule.linear_program import SolverError
+from hyper_parallel.offloading.schedule.lower_bound import least_seconds
+from hyper_parallel.offloading.schedule.problem import (
+    FETCH,
+    LEAVE,
+    STORE,
+    USE,
+    Event,
+    Move,
+    OffloadTier,
+    Plan,
+    Problem,
+    events_of,
+    replay,
+)
 from hyper_parallel.offloading.schedule.slot_allocator import Places, SlotAllocator
 from hyper_parallel.offloading.schedule.solve import choose
-from hyper_parallel.offloading.schedule.transfers import Plan
+from hyper_parallel.trace import pattern
 from hyper_parallel.units import format_bytes, format_duration
 
 _TRIES = 5
@@ -177,3 +197,181 @@ class Offload:
         )
         self.found.append(found)
         return found.step
+
+
+# Inserts a plan's transfers into the graph as tier operators.
+#
+# Right before a node stand, in this order: the stores that begin there; of what leaves there the wait for its store and
+# the `detach`; the prefetches, which take memory that was given up just before; the waits for what the node uses. An
+# update on the host is given the slots of its storages; the state that only it needs rests in them for good.
+
+_Operator = Callable[..., object]
+_OPERATORS: dict[int, tuple[_Operator, ...]] = {
+    STORE: (ir.store,),
+    LEAVE: (ir.wait, ir.detach),
+    FETCH: (ir.prefetch,),
+    USE: (ir.wait,),
+}
+
+
+def apply(
+    step: StepGraph,
+    problem: Problem,
+    moves: Iterable[Move],
+    first: int = 0,
+    known: Mapping[tuple[int, str], int] | None = None,
+) -> StepGraph:
+    """The step with these moves; `step` stays as it is. `first`: the number of its first slot, but for those that
+    storages have in spaces already (`known`).
+
+    Raises GraphError for moves that would read what is away.
+    """
+    made = step.copy()
+    nodes = list(made.nodes)
+    events = sorted(event for move in moves for event in events_of(problem, move))
+    numbers: dict[tuple[int, str], int] = {}
+    updates = [(at, node) for at, node in enumerate(nodes) if is_update(node)]
+    worked_on = [(storage, tier_of(node)) for _, node in updates for storage in storages_of(node)]
+    for place in (*((event.storage, event.space) for event in events), *worked_on):
+        if place not in numbers:
+            number = (known or {}).get(place)
+            numbers[place] = first if number is None else number
+            first += number is None
+    made.slots = _slots(made, problem, events, numbers)
+    for _, node in updates:
+        slot_arguments(node, tuple(numbers[storage, tier_of(node)] for storage in storages_of(node)))
+    names = _names(made)
+    for event in events:
+        after = nodes[event.place]
+        for operator in _OPERATORS[event.turn]:
+            with made.graph.inserting_before(after):
+                slot = numbers[event.storage, event.space]
+                moved = made.graph.call_function(operator, (names[event.storage], slot, event.space))
+            moved.meta = {**{key: after.meta[key] for key in ("region", "module")}, "recomputed": False}
+    validate(step, made)
+    return made
+
+
+def _slots(
+    step: StepGraph, problem: Problem, events: list[Event], numbers: dict[tuple[int, str], int]
+) -> dict[int, Slot]:
+    of: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    for event in events:
+        of[event.storage, event.space].append(event)
+    return {
+        number: _slot(problem, storage, space, of[storage, space])
+        if (storage, space) in of
+        else Slot(storage, space, step.storages[storage].bytes, "away", 0, problem.nodes)
+        for (storage, space), number in numbers.items()
+    }
+
+
+def _slot(problem: Problem, storage: int, space: str, events: list[Event]) -> Slot:
+    rest, must = _rest(events), problem.by_storage[storage].must
+    until = events[-1].place if must is None else max(events[-1].place, must.update)
+    first, last = (events[0].place, until) if rest == "step" else (0, problem.nodes)
+    return Slot(storage, space, problem.by_storage[storage].bytes, rest, first, last)
+
+
+def _rest(events: list[Event]) -> Rest:
+    """What a slot is between steps: what it must be for the first of its events in a step."""
+    first = events[0].turn
+    if first == STORE:
+        return "step"
+    return "away" if first == FETCH else "here"
+
+
+def _names(step: StepGraph) -> dict[int, fx.Node]:
+    """Of each storage the first node that gives a value in it, by which cache operators name it."""
+    found: dict[int, fx.Node] = {}
+    for node in (*step.placeholders, *step.nodes):
+        value = node.meta.get("value")
+        if isinstance(value, Value):
+            found.setdefault(value.storage, node)
+    return found
+
+
+_SHOWN = 24
+"""Lines of the table."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Moves that are alike: of the same sort of storage, between the same phases."""
+
+    what: str
+    space: str
+    since: str
+    until: str
+
+
+def explained(found: Planned) -> str:
+    """Several lines: the budget and the bounds, then a line for each sort of storage that moves.
+
+    The bounds are computed only where HiGHS is installed.
+    """
+    problem, plan = found.problem, found.plan
+    lines = [
+        str(found),
+        f"  no plan needs less than {format_bytes(plan.working_set)} (what single operators use), and this planner no "
+        f"less than {format_bytes(plan.floor)}",
+        _bounds(problem, plan.seconds),
+        "",
+    ]
+    phases = [
+        f"{region_of(node).phase}{' again' if node.meta['recomputed'] else ''}" for node in found.graph.nodes
+    ]
+    sorts: dict[_Row, list[Move]] = defaultdict(list)
+    for move in plan.moves:
+        sorts[_row(problem, phases, move)].append(move)
+    waits = replay(problem, plan.moves).waits
+    head = ("storages", "bytes", "away for", "waited for", "to", "from … to", "what")
+    table = [head]
+    largest = sorted(sorts.items(), key=lambda one: (-_bytes(problem, one[1]), str(one[0])))
+    for row, moves in largest[:_SHOWN]:
+        away = [_away(problem, move) for move in moves]
+        table.append(
+            (
+                str(len(moves)),
+                format_bytes(_bytes(problem, moves)),
+                format_duration(sum(away) / len(away)),
+                format_duration(sum(waits.get((move.storage, move.gap), 0.0) for move in moves)),
+                row.space,
+                f"{row.since} … {row.until}",
+                row.what,
+            )
+        )
+    widths = [max(len(cells[at]) for cells in table) for at in range(len(head) - 1)]
+    lines += ["  ".join((*map(str.rjust, cells, widths), cells[-1])) for cells in table]
+    if len(largest) > _SHOWN:
+        others = [move for _, moves in largest[_SHOWN:] for move in moves]
+        lines.append(f"and {len(others)} others, {format_bytes(_bytes(problem, others))} together")
+    return "\n".join(lines)
+
+
+def _bounds(problem: Problem, seconds: float) -> str:
+    try:
+        least = least_seconds(problem)
+    except SolverError as error:
+        return f"  how far from the best this is cannot be told: {error}"
+    return (
+        f"  no plan within the budget takes less than {format_duration(least)} a step (a lower bound by linear "
+        f"programming); this one is predicted to take {format_duration(seconds)}, {seconds / least - 1:+.1%}"
+    )
+
+
+def _row(problem: Problem, phases: list[str], move: Move) -> _Row:
+    held, n = problem.by_storage[move.storage], problem.nodes
+    first, last = held.gaps(n)[move.gap]
+    name = pattern(held.name.removeprefix(f"{held.kind}."))
+    until = phases[last % n] + (" of the next step" if last >= n else "")
+    return _Row(f"{held.kind} {name}", move.space, phases[first - 1], until)
+
+
+def _bytes(problem: Problem, moves: list[Move]) -> int:
+    return sum(problem.by_storage[move.storage].bytes for move in moves)
+
+
+def _away(problem: Problem, move: Move) -> float:
+    """Seconds between leaving and being fetched, when nothing waits."""
+    return problem.comes(move.fetch) - problem.comes(move.leave)

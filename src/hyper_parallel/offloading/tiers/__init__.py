@@ -3,12 +3,9 @@
 `Tier` is what they have in common; `measure` says how fast one is.
 """
 
-from hyper_parallel.offloading.tiers.bandwidth import measure, measure_work
-from hyper_parallel.offloading.tiers.batched_reads import begin_reads
 from hyper_parallel.offloading.tiers.flash import FlashTier
-from hyper_parallel.offloading.tiers.host import HostTier
-from hyper_parallel.offloading.tiers.pool import PoolTier
-from hyper_parallel.offloading.tiers.tier import Pending, Tier, Workplace
+from hyper_parallel.offloading.tiers.memory_tier import HostTier, PoolTier, begin_reads
+from hyper_parallel.offloading.tiers.tier import Pending, Tier, Workplace, measure, measure_work
 
 __all__ = [
     "FlashTier",

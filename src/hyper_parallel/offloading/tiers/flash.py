@@ -17,14 +17,10 @@ import torch
 
 from hyper_parallel.compat import Backend, Stream
 from hyper_parallel.errors import FaultError, TierError
-from hyper_parallel.offloading.tiers.checksum import checksum
-from hyper_parallel.offloading.tiers.closing import Closing
-from hyper_parallel.offloading.tiers.copies import Copy, UnderWay
-from hyper_parallel.offloading.tiers.direct_file import BLOCK, DirectFile
-from hyper_parallel.offloading.tiers.io_threads import Job, Lanes
-from hyper_parallel.offloading.tiers.slots import SlotPlacement, Slots, lay
-from hyper_parallel.offloading.tiers.spill import Spill
-from hyper_parallel.offloading.tiers.tier import TIME_LIMIT
+from hyper_parallel.offloading.tiers.file_io import BLOCK, DirectFile, Job, Lanes, checksum
+from hyper_parallel.offloading.tiers.leases import Spill
+from hyper_parallel.offloading.tiers.slots import Copy, SlotPlacement, Slots, UnderWay, lay
+from hyper_parallel.offloading.tiers.tier import TIME_LIMIT, Closing
 from hyper_parallel.units import format_bytes
 
 PART = 2 * 2**20

@@ -1,4 +1,4 @@
-"""Base of tiers in memory that the device copies to and from directly.
+"""Tiers in memory that the device copies to and from directly: pinned host memory, and a pool of several processes.
 
 A copy runs on one of two streams, one out and one back. On an accelerator both run beside the compute stream; on the
 CPU each is a thread. Host computations on this memory run in a separate thread on any device, and so does every copy
@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from hyper_parallel.compat import Backend
-from hyper_parallel.compat.cpu_streams import CpuStream
+from hyper_parallel.compat.cpu import CpuStream
 from hyper_parallel.errors import TierError
-from hyper_parallel.offloading.tiers.closing import Closing
-from hyper_parallel.offloading.tiers.copies import Copy, UnderWay
-from hyper_parallel.offloading.tiers.relocate import Shift, ordered
-from hyper_parallel.offloading.tiers.slots import SlotPlacement, Slots, lay
-from hyper_parallel.offloading.tiers.tier import TIME_LIMIT
+from hyper_parallel.offloading.tiers.leases import OWN, PREFIX, Lease
+from hyper_parallel.offloading.tiers.slots import Copy, Shift, SlotPlacement, Slots, UnderWay, lay, ordered
+from hyper_parallel.offloading.tiers.tier import TIME_LIMIT, Closing, Pending, Tier
+from hyper_parallel.proc import MEMORY, bytes_in
 from hyper_parallel.units import format_bytes
 
 
@@ -191,3 +192,107 @@ class MemoryTier(Closing):
                 aside[shift.source] = ctypes.string_at(base + shift.source, shift.bytes)
             else:
                 ctypes.memmove(base + shift.target, aside.pop(shift.source), shift.bytes)
+
+
+class HostTier(MemoryTier):
+    """One buffer, as large as the slots need, taken and touched by `reserve`; locked where the device wants it."""
+
+    name = "host"
+
+    def __init__(self, backend: Backend, capacity: int, time_limit: float = TIME_LIMIT) -> None:
+        """`capacity`: bytes that `reserve` may take at most."""
+        super().__init__(backend, capacity, time_limit)
+        self._pages = backend.host_pages(0)
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        return self._pages.tensor
+
+    def _resize(self, count: int) -> None:
+        more, free = count - self._memory.numel(), bytes_in(MEMORY, "MemAvailable")
+        if free is not None and more > free:
+            raise TierError(
+                f"the host tier needs {format_bytes(more)} of memory, and this machine has {format_bytes(free)} "
+                "available; end what else runs here, or set memory.host lower and memory.flash to a folder"
+            )
+        try:
+            self._pages.resize(count)
+        except OSError as error:
+            raise TierError(
+                f"the system refused {format_bytes(more)} of memory for the host tier ({error.strerror or error}): "
+                "raise the limit on this process's memory (ulimit -d, ulimit -v), or set memory.host lower and "
+                "memory.flash to a folder"
+            ) from error
+
+    def _release(self) -> None:
+        self._pages.close()
+
+
+SHARED = Path("/dev/shm")
+"""Where the system keeps files in memory."""
+
+
+class PoolTier(MemoryTier):
+    """This process's lease of a pool: on one machine the host's memory, in files of a memory file system."""
+
+    name = "pool"
+
+    def __init__(
+        self,
+        backend: Backend,
+        capacity: int,
+        pool: str,
+        holder: str = "a process",
+        folder: Path = SHARED,
+        time_limit: float = TIME_LIMIT,
+    ) -> None:
+        """`pool`: the same name in all processes that share, and in no others. `capacity`: of all of them together.
+
+        `holder`: what this process is called in the messages of the others. Raises TierError.
+        """
+        super().__init__(backend, capacity, time_limit)
+        where = folder / OWN / (PREFIX + re.sub(r"[^A-Za-z0-9_.]", "_", pool))
+        self._lease = Lease(where, capacity, re.sub(r"[^A-Za-z0-9_. ]", "_", holder))
+        self._unpin = backend.pin(self._lease.tensor)
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        return self._lease.tensor
+
+    def _resize(self, count: int) -> None:
+        self._unpin()
+        try:
+            self._lease.resize(count)
+        finally:
+            self._unpin = self._backend.pin(self._lease.tensor)
+
+    def _release(self) -> None:
+        self._unpin()
+        self._lease.close()
+
+
+class _Several:
+    """Copies that are waited for together."""
+
+    def __init__(self, copies: Sequence[Pending]) -> None:
+        self._copies = copies
+
+    def wait(self) -> float:
+        """As `Pending`."""
+        return sum(one.wait() for one in self._copies)
+
+    def done(self) -> bool:
+        """As `Pending`."""
+        return all(one.done() for one in self._copies)
+
+    @property
+    def seconds(self) -> float | None:
+        """As `Pending`: nobody knows, since they run beside one another."""
+        return None
+
+
+def begin_reads(tier: Tier, slots: Sequence[int], x: torch.Tensor) -> Pending:
+    """Begin to copy to `x`, uint8 [k, n] on the device, the n bytes that were last written to each of k slots."""
+    if isinstance(tier, MemoryTier):
+        return tier.begin_reads(slots, x)
+    return _Several([tier.begin_read(slot, part) for slot, part in zip(slots, x, strict=True)])

@@ -1,30 +1,48 @@
-"""Candidates of `strategy: auto`: the best estimates without a pipeline, and the best with one."""
+"""Candidates of `strategy: auto`: the best estimates without a pipeline, and the best with one; of small spaces all
+strategies are listed. They are simulated in processes of their own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import multiprocessing as mp
+import os
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from hyper_parallel import config as files
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.planner import format
-from hyper_parallel.planner.auto.query import question_of, why_no_pipeline
-from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, resolved
+from hyper_parallel.planner.auto.machine import is_measured
+from hyper_parallel.planner.auto.resolved import (
+    Overrides,
+    overrides_of,
+    question_of,
+    resolved,
+    why_no_pipeline,
+)
+from hyper_parallel.planner.columns import Columns, taken
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART
-from hyper_parallel.planner.enumerate import ranked
+from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.format import ON_HOST, joined
-from hyper_parallel.planner.measured_constants import is_measured
-from hyper_parallel.planner.memory_budget import memory_budget
+from hyper_parallel.planner.memory_choices import MemoryChoice
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.run_file import memory_budget
 from hyper_parallel.planner.search import answer
 from hyper_parallel.planner.solve import NothingFitsError
+from hyper_parallel.planner.space import FULL, StrategySpace
+from hyper_parallel.planner.table import SPREAD, Table
 from hyper_parallel.schedule import check_pipeline
 from hyper_parallel.strategy import AXIS_NAMES
 from hyper_parallel.strategy.strategy import BUDGET
@@ -246,3 +264,104 @@ def _floor(question: Question, constants: Constants) -> str:
         f"needs {needs}{short} (estimated; {spread}); what would make it fit: "
         f"{', '.join(helps[:-1])}, or {helps[-1]}"
     )
+
+
+# Exhaustive enumeration of small strategy spaces: the oracle of the search.
+#
+# The search tells one strategy for each set of degrees, which is what a person wants to compare. Who is to choose by
+# closer looks, as `strategy: auto` does, also wants those that differ in what they split or in which axis shares
+# weights. Of the numbers of layers that may be recomputed, none, the fewest that fit, and all are listed.
+
+MOST = 20_000
+"""Points that are listed; of larger spaces the search tells the best."""
+CHUNK = 256
+"""Rows whose figures are made at once: who looks at the best few takes no time over the others."""
+
+
+def ranked(question: Question, constants: Constants) -> Iterator[Figures]:
+    """The strategies that fit, best estimate first: all of a small space, else `question.top` of the search's.
+
+    None are where nothing fits. Raises ConfigError where no strategy is legal.
+    """
+    space, few = StrategySpace(question), _of_whole_layers(question)
+    rows = space.degrees()
+    for level in (space.micro, space.dual):
+        rows, _ = level.expand(rows)
+    if not rows["micro"].size or int(few.counts(rows).sum()) > MOST:
+        for choice in answer(question, constants).best:
+            yield figures(choice.table, choice.estimate)[0]
+        return
+    for level in (space.splits, space.orders, space.schedules):
+        rows, _ = level.expand(rows)
+    base = Table.of(question.workload, question.cluster, question.profile, devices=float(question.devices))
+    listed = list(few.kept(rows))
+    if (FULL, None) in space.again:
+        listed.append(_fewest_layers(space, rows, base, constants))
+    table = Table.stacked([base.replaced(**{name: ways[name] for name in SPREAD}) for ways in listed])
+    found = estimate(table, constants)
+    fits = np.flatnonzero(np.broadcast_to(found.fits, table.n))
+    seconds, peak = (np.broadcast_to(column, table.n)[fits] for column in (found.seconds, found.peak))
+    order = fits[np.lexsort((peak, seconds))]
+    for start in range(0, order.size, CHUNK):
+        some = table.take(order[start : start + CHUNK])
+        yield from figures(some, estimate(some, constants))
+
+
+def _of_whole_layers(question: Question) -> StrategySpace:
+    """The space in which all layers are recomputed or none, unless the question says how many are."""
+    if "recomputed" in question.fix:
+        return StrategySpace(question)
+    return StrategySpace(replace(question, fix={**question.fix, "recomputed": 1.0}))
+
+
+def _fewest_layers(space: StrategySpace, rows: Columns, base: Table, constants: Constants) -> Columns:
+    """Of each row that fits only with recomputation, the way with the fewest recomputed layers that does."""
+    n = rows["micro"].size
+    best = MemoryChoice(space, base, constants).fastest(rows, np.zeros(n), np.full(n, np.inf)).rows
+    return taken(best, (best["recompute"] == FULL) & (best["recomputed"] < 1))
+
+
+# Simulates candidate strategies in processes of their own.
+#
+# A worker has its process group, in which ranks cannot be faked; so rank 0 has processes capture the steps, as many at
+# once as it has cores, and this one only waits.
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What the simulator says of a strategy's step."""
+
+    seconds: float | None
+    """None where the step cannot be captured."""
+    fits: bool | None = None
+    """None where the device's memory is not known."""
+    peak: float = 0.0
+    """Bytes that a rank holds at most."""
+    reason: str = ""
+    """Why there is no prediction."""
+
+
+def simulated(runs: Sequence[RunConfig], cluster: Cluster) -> list[Simulated]:
+    """What the simulator says of each run on a cluster, in order."""
+    # A cluster that was measured goes along as it is; plain data all the way down.
+    tasks = [(run.model_dump_json(), cluster) for run in runs]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["hyper_parallel.estimate"])
+    try:
+        with ProcessPoolExecutor(max(1, min(cores, len(tasks))), mp_context=context) as pool:
+            return list(pool.map(_simulated, tasks))
+    except BrokenProcessPool:
+        return [Simulated(None, reason="the process that simulated it was ended")] * len(tasks)
+
+
+def _simulated(task: tuple[str, Cluster]) -> Simulated:
+    from hyper_parallel.estimate import predict_run
+
+    text, cluster = task
+    run = files.RunConfig.model_validate_json(text)
+    try:
+        found = predict_run(run, cluster)
+    except HyperParallelError as error:
+        return Simulated(None, reason=str(error))
+    return Simulated(found.timeline.step, found.fits, found.timeline.peak.bytes)

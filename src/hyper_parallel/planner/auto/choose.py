@@ -25,17 +25,17 @@ from hyper_parallel.planner.auto.candidates import (
     CLOSE,
     Candidate,
     Shortlist,
+    Simulated,
     degrees,
     has_pipeline,
     shortlist,
+    simulated,
 )
-from hyper_parallel.planner.auto.query import precision_of
-from hyper_parallel.planner.auto.resolved import Overrides
-from hyper_parallel.planner.auto.simulate_candidates import Simulated, simulated
+from hyper_parallel.planner.auto.machine import is_measured, read_off
+from hyper_parallel.planner.auto.resolved import Overrides, precision_of
+from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
-from hyper_parallel.planner.measured_constants import is_measured, read_off
-from hyper_parallel.planner.simplest import TIE
-from hyper_parallel.planner.simulated_links import constants_for
+from hyper_parallel.planner.solve import TIE
 from hyper_parallel.units import format_bytes, format_duration
 
 FEW = 12

@@ -1,4 +1,4 @@
-"""Worker entry of a run with open axes: agree on the strategy, then train."""
+"""Worker entry of a run with open axes: agree on the strategy, keep it in the run's folder, then train."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from hyper_parallel.compat.store import broadcast_text
-from hyper_parallel.config import RunConfig
+from hyper_parallel.checkpoint.durable import publish
+from hyper_parallel.compat.process_groups import broadcast_text
+from hyper_parallel.config import RunConfig, yaml12
 from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.stop import interruptible
-from hyper_parallel.planner.auto import saved_choice
+from hyper_parallel.planner.auto.candidates import simulated
 from hyper_parallel.planner.auto.choose import Choice, choose
 from hyper_parallel.planner.auto.machine import machine_of
 from hyper_parallel.planner.auto.measure_candidates import tried
 from hyper_parallel.planner.auto.resolved import Overrides, resolved
-from hyper_parallel.planner.auto.simulate_candidates import simulated
-from hyper_parallel.planner.simplest import TIE
+from hyper_parallel.planner.solve import TIE
 from hyper_parallel.step.build import transformers_config
 from hyper_parallel.step.multimodal import refuse_media_model
 from hyper_parallel.train.entry import main as train
@@ -83,7 +84,7 @@ def _choices(config: RunConfig, worker: Worker) -> list[Choice]:
     lines."""
     # Before the machine is measured.
     refuse_media_model(transformers_config(config.model), "the planner")
-    laid, said = saved_choice.saved_choice(config, worker.world)
+    laid, said = saved_choice(config, worker.world)
     if said:
         _say(said)
     if laid is not None:
@@ -128,10 +129,62 @@ def _write(config: RunConfig, laid: Overrides, lines: Sequence[str]) -> None:
         _say(line)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    saved_choice.write(out, laid, lines)
+    write_choice(out, laid, lines)
 
 
 def _say(text: str) -> None:
     """On the terminal, which rank 0 has, and in its log."""
     log.info("strategy: %s", text)
     print(f"strategy: {text}", flush=True)  # noqa: T201
+
+
+STRATEGY_FILE = "strategy.yaml"
+_CHECKPOINTS = "checkpoints"
+
+
+def write_choice(out: Path, laid: Overrides, lines: Sequence[str]) -> None:
+    """Write what was chosen, with lines that tell of it as comments. Raises OSError."""
+    text = "".join(f"# {line}\n" for line in lines) + yaml12.write({"version": 1, **laid})
+    publish(out / STRATEGY_FILE, text.encode())
+
+
+def saved_choice(config: RunConfig, world: int) -> tuple[Overrides | None, str]:
+    """What the run that this one resumes chose, None where it does not hold any more or there is none; and what to say
+    of it."""
+    out = Path(config.out)
+    file = out / STRATEGY_FILE
+    if not config.checkpoint.resume or not file.is_file() or not _resumes(out):
+        return None, ""
+    try:
+        laid = read_choice(file)
+        then = resolved(config, laid).strategy.axes.world
+    except (ConfigError, OSError, KeyError, TypeError) as error:
+        return None, f"{file} does not go with this run any more, so it is planned anew: {error}"
+    if then != world:
+        return None, f"{file} is for {then} workers and there are {world}, so the run is planned anew"
+    if not _agree(config, laid):
+        return None, f"{file} is not what the run file writes now, so the run is planned anew"
+    return laid, f"as the run that it resumes ({file})"
+
+
+def read_choice(file: Path) -> dict[str, Any]:
+    """What `write_choice` wrote. Raises ConfigError, OSError."""
+    data = yaml12.parse(file.read_text(encoding="utf-8"), str(file))
+    if not isinstance(data, dict) or not {"train", "strategy"} <= data.keys():
+        raise ConfigError("it has no sections train and strategy")
+    return {"train": data["train"], "strategy": data["strategy"]}
+
+
+def _resumes(out: Path) -> bool:
+    folder = out / _CHECKPOINTS
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _agree(config: RunConfig, laid: Overrides) -> bool:
+    """Whether what was chosen then leaves alone what the run file writes now."""
+    axes, then = config.strategy.axes, resolved(config, laid)
+    written = [axis for axis in ("pipeline", *axes.order, "expert") if axis not in axes.open]
+    micro = config.train.micro_batch
+    return all(then.strategy.axes.degree(axis) == axes.degree(axis) for axis in written) and (
+        micro is None or micro == then.train.micro_batch
+    )

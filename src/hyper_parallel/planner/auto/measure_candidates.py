@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.compat.store import address, broadcast_text, is_left, leave_word, word_left
+from hyper_parallel.compat.process_groups import address, broadcast_text, is_left, leave_word, word_left
 from hyper_parallel.config import RunConfig
 from hyper_parallel.launch import Worker
 from hyper_parallel.launch.heartbeat import pulse

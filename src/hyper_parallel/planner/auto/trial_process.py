@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import compat
-from hyper_parallel.compat.store import Address, connected
+from hyper_parallel.compat.process_groups import Address, connected
 from hyper_parallel.config import RunConfig
 from hyper_parallel.launch import Worker
-from hyper_parallel.launch.parent_death import die_with
+from hyper_parallel.launch.server import die_with
 from hyper_parallel.shard import sharded
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import Built, build

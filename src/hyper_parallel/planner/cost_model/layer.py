@@ -12,7 +12,7 @@ Products, in the shapes that a rank of the tensor axes (P = x · y of them) mult
 Each part counts for the share of the layers that have it. A backward pass multiplies twice as much; where the model is
 frozen and adapters are trained, once, beside the adapters' three products (arXiv 2106.09685). Multi-head latent
 attention (arXiv 2405.04434, section 2.1) has its own five products. Attention's scores and sums over values are 2 T H
-(d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a query sees on average (`workload.flops`), 2.5 times as many
+(d_qk + d_v) / P · K(S) FLOPs forward, K(S) the keys that a query sees on average (`workload.work`), 2.5 times as many
 backward (Dao, arXiv 2307.08691, section 3.1), at a rate by architecture (`FUSED`). Without a fused kernel the scores
 also go through memory seven times.
 
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.planner.codes import ARCHITECTURES
+from hyper_parallel.planner.columns import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.dims import (
     attending,
@@ -43,11 +43,8 @@ from hyper_parallel.planner.cost_model.dims import (
     mixing,
     routed_share,
 )
-from hyper_parallel.planner.cost_model.dispatch import experts_sent, load
-from hyper_parallel.planner.cost_model.kernels import Products, moved
-from hyper_parallel.planner.cost_model.layer_collectives import Exchanged, exchanged
-from hyper_parallel.planner.cost_model.mixers import SCAN_LAUNCHES, projected, scanned
-from hyper_parallel.planner.cost_model.rank_groups import Ranks
+from hyper_parallel.planner.cost_model.layer_collectives import Exchanged, exchanged, experts_sent, load
+from hyper_parallel.planner.cost_model.operators import Products, Ranks, moved
 from hyper_parallel.planner.table import PRECISIONS, Array, Table
 
 FUSED = {
@@ -303,3 +300,46 @@ def _kernels(t: Table, k: Constants, ranks: Ranks, with_experts: Array) -> Array
     held = np.maximum(t.experts / t.expert, 1.0)
     biases = with_experts * t.expert_bias * (1 + (2 * held + 1) * t.bias_by_expert)
     return (plain + with_experts * routing) * (1 - RECORDED * t.graphs) + biases
+
+
+# Token mixers beside attention on one rank: Mamba, delta rules, linear attention, short convolutions.
+#
+#     products   [T, h] · [h, i / P],  [T, n / P] · [n / P, h]  and those of other matrices        `projected`
+#     scan       max(FLOPs / (peak16 · FUSED · SCANNED), bytes / (hbm · memory))                   `scanned`
+#     reference  FLOPs / (peak16 · REFERENCE) + bytes / (hbm · memory)
+#
+# with i columns in, n rows out and P ranks of the tensor axes, over which heads are split. FLOPs and bytes are those of
+# `workload.mixers`; the bytes are those of the reference code where a framework has no kernels that fuse the scan
+# (`scans` is 0), which then takes the sum of both, since its products and its elementwise operators follow each other.
+
+SCANNED = 0.5
+"""The rate of chunked scans to that of fused attention: their products are of a chunk and a head, 64 to 256 a side, and
+pass through memory between the kernels of a scan. An estimate; Mamba-2's scan is faster than FlashAttention-2 from
+2,048 tokens on (arXiv 2405.21060, figure 10), for a state of 64, at a third of its FLOPs."""
+REFERENCE = 1 / 200
+"""The rate of reference code's products, in float32 and of 64 to 256 a side, to the 16-bit peak: on an H100 a fifteenth
+for the format, and of that a thirteenth by the half lengths of `cluster.presets`. What the simulator says of it."""
+SCAN_LAUNCHES = 10.0
+"""Kernels of a fused mixer beyond those of an attention layer: the convolution and the five of a chunked scan
+(2405.21060, section 6)."""
+
+
+def projected(t: Table, ranks: Array, multiply: Products, tokens: Array) -> Array:
+    """Seconds of a mixer's linear layers, forward."""
+    inner = t.mixer_inner / ranks
+    seconds = multiply(tokens, t.mixer_inputs / ranks, t.hidden) + multiply(tokens, t.hidden, inner)
+    # Gates of a low rank go there and back.
+    low = t.mixer_rest / np.maximum(t.mixer_inner, 1.0)
+    return seconds + np.where(low >= 16, multiply(tokens, low, inner), 0.0)
+
+
+def scanned(t: Table, k: Constants, ranks: Array, tokens: Array, rate: Array) -> tuple[Array, Array]:
+    """Seconds of a mixer's recurrence, and of what reference code moves besides, forward.
+
+    `rate` is fused attention's FLOP/s.
+    """
+    flops = tokens * t.mixer_scanned / ranks / (rate * SCANNED)
+    fused = np.maximum(flops, moved(t, k, 2 * tokens * t.mixer_moved / ranks))
+    products = tokens * t.mixer_reference_scanned / ranks / (t.peak16 * REFERENCE)
+    besides = moved(t, k, 2 * tokens * t.mixer_reference / ranks)
+    return np.where(t.scans > 0, fused, products), np.where(t.scans > 0, 0.0, besides)

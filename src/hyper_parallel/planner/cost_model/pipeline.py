@@ -22,9 +22,13 @@ max(⌈L / p⌉ layers, the last stage's layers and the head). (`pace`)
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
-from hyper_parallel.planner.codes import SCHEDULES
+import numpy as np
+import numpy.typing as npt
+
+from hyper_parallel.planner.columns import SCHEDULES
+from hyper_parallel.planner.cost_model.dims import mixing_parameters
 from hyper_parallel.planner.table import Array, Table
 
 _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
@@ -61,3 +65,109 @@ def bubble(t: Table, stage: Array, weights: Array) -> Array:
         waits = np.where(schedule == _CODE["zb-v"], (p - 1) * (stage - 2 * weights) / 2, waits)
         waits = np.where(schedule == _CODE["dualpipe"], (p / 2 - 1) * (stage - 3 * weights), waits)
     return np.where(p > 1, np.maximum(waits, 0.0), 0.0)
+
+
+# Pipeline stages: layers, in-flight micro-batches, embedding and head.
+#
+# **In flight.** Stage i of p holds the activations of at most this number of the m micro-batches (`waiting`):
+#
+#     1F1B, ZB-H1   min(m, p - i)                                 arXiv 2104.04473, section 2.2; 2401.10241, section 2.3
+#     interleaved   min(m, (2 (p - i - 1) + (v - 1) p + 1) / v)   2104.04473, section 2.3; on stage 0 that is
+#                                                                 L (1 + (p - 1) / (p v)) layers: 2205.05198, section 5
+#     GPipe         m                                             1811.06965, section 2.3
+#     ZB-V          min(m, p)                                     2405.15362, section 3
+#     DualPipe      min(m, p + 1) of one of the two stages that each rank holds        2412.19437, table 2
+#
+# **Cut.** Stages have ⌈L / p⌉ layers. Cut by cost (`balanced`) they have a share of (L + head) / p, the head being
+# worth as many layers as it has times a layer's parameters, and at most ⌈share⌉ layers. Cut greedily (`greedy`,
+# nanotron's `build_model`) a stage takes blocks until they cost more than its share, so that the first has ⌊share⌋ + 1
+# layers. In ZB-V and DualPipe the rank with the first stage also has the last.
+#
+# **Work for all** (`placed`). Each part of the pipeline needs a layer. A greedy cut can leave a stage empty although
+# there are enough layers: each block moves on by one stage at most, and after the layers only the head and the cast of
+# its logits do. Such a run fails, and so does one of fewer micro-batches than p - 1 (nanotron's 1F1B engine).
+
+_ZB_V, _DUALPIPE, _GPIPE = (SCHEDULES.index(name) for name in ("zb-v", "dualpipe", "gpipe"))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank of one stage."""
+
+    dense: Array
+    """Layers without experts that it holds."""
+    routed: Array
+    """Layers with experts."""
+    waiting: Array
+    """Micro-batches whose activations it holds, at most."""
+    embedding: Array
+    """1: it has the embedding."""
+    head: Array
+    """1: it has the head."""
+
+
+def stages(t: Table) -> list[Stage]:
+    """The first, the second and the last stage: embedding, most layers and head are on one of them."""
+    one = t.pipeline == 1
+    zero, ones = np.zeros(1), np.ones(1)
+    plain = np.where(t.experts > 0, t.dense_layers, t.layers)
+    meet = (t.schedule == _ZB_V) | (t.schedule == _DUALPIPE)
+    ranks = np.where(t.schedule == _DUALPIPE, np.maximum(t.pipeline / 2, 1.0), t.pipeline)
+    by_cost, share = t.balanced > 0, share_of_cost(t)
+    even = np.ceil(t.layers / ranks)
+    fair = np.where(t.greedy > 0, np.floor(share) + 1, np.ceil(share))
+    first = np.where(by_cost, np.minimum(fair, t.layers), even)
+    first = np.where(one, t.layers, first)
+    beginning = Stage(
+        np.minimum(first, plain),
+        np.maximum(first - plain, 0.0),
+        waiting(t, zero),
+        ones,
+        np.where(one | meet, 1.0, 0.0),
+    )
+    if bool(np.all(one)):
+        return [beginning]
+    # Dense layers come first in models that have both kinds.
+    before = np.maximum(plain - first, 0.0)
+    middle = np.where(t.pipeline > 2, np.where(by_cost, np.ceil(share), even), 0.0)
+    second = Stage(np.minimum(middle, before), np.maximum(middle - before, 0.0), waiting(t, ones), zero, zero)
+    # Modules that predict one token more stand in the place of as many layers.
+    at_end = _head_in_layers(t)
+    left = np.maximum(even - t.prediction_modules, 0.0)
+    at_end = at_end + t.prediction_modules * (1 + at_end)
+    end = np.where(by_cost, np.maximum(np.floor(share - at_end), 0.0), left)
+    end = np.where(one, 0.0, end)
+    routed = np.minimum(end, np.maximum(t.layers - plain, 0.0))
+    last = Stage(end - routed, routed, waiting(t, t.pipeline - 1), zero, np.where(one | meet, 0.0, 1.0))
+    return [beginning, second, last]
+
+
+def waiting(t: Table, stage: Array) -> Array:
+    """Micro-batches of a stage that wait for their backward pass, at most."""
+    p, v = t.pipeline, t.virtual
+    count = np.where(v > 1, (2 * (p - stage - 1) + (v - 1) * p + 1) / v, p - stage)
+    count = np.where(t.schedule == _ZB_V, p, count)
+    m = micro_batches(t)
+    count = np.minimum(np.where(t.schedule == _GPIPE, m, np.maximum(count, 1.0)), m)
+    # Layers are those of two stages, and a micro-batch is in one of them.
+    return np.where(t.schedule == _DUALPIPE, np.minimum(p + 1, 2 * m) / 2, count)
+
+
+def placed(t: Table) -> npt.NDArray[np.bool_]:
+    """Whether every stage has work."""
+    share = share_of_cost(t)
+    reached = np.where(share >= 1, np.ceil(t.layers / share) - 1, t.layers)
+    by_blocks = (reached + 2 >= t.pipeline - 1) & (micro_batches(t) >= t.pipeline - 1)
+    by_layers = t.pipeline * t.virtual <= t.layers
+    return np.asarray(np.where(t.greedy > 0, by_blocks, by_layers), dtype=np.bool_)
+
+
+def share_of_cost(t: Table) -> Array:
+    """A stage's share of the model, in layers, the head included."""
+    return (t.layers + _head_in_layers(t)) / t.pipeline
+
+
+def _head_in_layers(t: Table) -> Array:
+    mlp = np.where(t.experts > 0, t.chosen * t.expert_ffn + t.shared_ffn, t.ffn)
+    layer = mixing_parameters(t) + t.mlp_layers / t.layers * (2 + t.gated) * t.hidden * mlp
+    return t.vocabulary * t.hidden / np.maximum(layer, 1.0)

@@ -17,19 +17,21 @@ from pathlib import Path
 import numpy as np
 
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.planner.codes import code
+from hyper_parallel.planner.columns import Profile, code
 from hyper_parallel.planner.fit.csv_cells import Cells, read
-from hyper_parallel.planner.fit.expert_facts import expert_tensor, profile_of_mixture, stated
-from hyper_parallel.planner.fit.hardware import machine
-from hyper_parallel.planner.fit.models import sequence_of, shape_of
+from hyper_parallel.planner.fit.model_and_machine import (
+    expert_tensor,
+    machine,
+    profile_of_mixture,
+    sequence_of,
+    shape_of,
+    stated,
+)
 from hyper_parallel.planner.framework_profiles import MEGATRON_LM, TORCHTITAN, TORCHTITAN_COMPILED, profile_of
-from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.table import COLUMNS, PRECISIONS, SPREAD, Table, of_profile, of_workload
-from hyper_parallel.workload.adapters import Adapter
-from hyper_parallel.workload.prediction_modules import of_published
-from hyper_parallel.workload.published import known
+from hyper_parallel.workload.published import known, of_published
 from hyper_parallel.workload.shape import Shape
-from hyper_parallel.workload.workload import Precision, Workload
+from hyper_parallel.workload.workload import Adapter, Precision, Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.config.generation_workload import GenerationWorkload
-from hyper_parallel.config.inference import Inference
+from hyper_parallel.config.inference import GenerationWorkload, Inference
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.constants import fitted
-from hyper_parallel.planner.memory_budget import memory_budget
+from hyper_parallel.planner.run_file import memory_budget
 from hyper_parallel.simulator.generation.choose_split import (
     SplitChoice,
     SplitQuestion,
@@ -26,7 +25,7 @@ from hyper_parallel.simulator.generation.choose_split import (
 )
 from hyper_parallel.simulator.generation.pass_model import PassModel
 from hyper_parallel.simulator.generation.shape_pass import of_shape
-from hyper_parallel.strategy.generation_memory import GenerationMemory
+from hyper_parallel.strategy.memory import GenerationMemory
 from hyper_parallel.workload.shape import Shape
 
 ROWS = ((256, 2048), (512, 8192), (1024, 16384), (2048, 8192), (4096, 16384))

@@ -19,20 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import GroupError
-from hyper_parallel.launch.roles.interface import Future, wait_any
-from hyper_parallel.rl.controller.batch_report import BatchReport
-from hyper_parallel.rl.controller.groups_under_way import AnswerGroup
-from hyper_parallel.rl.controller.model_scorer import ModelScorer
+from hyper_parallel.launch.roles.protocol import Future, wait_any
 from hyper_parallel.rl.controller.prompts import Prompts
-from hyper_parallel.rl.controller.scorer import Scored, Scorer
-from hyper_parallel.rl.controller.weight_sync import WeightSync
-from hyper_parallel.rl.controller.workers import RoleGroup, do
-from hyper_parallel.rl.environments.environment import prompt_fields
-from hyper_parallel.rl.losses.groups import has_reward_variance
+from hyper_parallel.rl.controller.recorder import BatchReport
+from hyper_parallel.rl.controller.scorer import ModelScorer, Scored, Scorer
+from hyper_parallel.rl.controller.workers import RoleGroup, WeightSync, do
+from hyper_parallel.rl.environments import prompt_fields
 from hyper_parallel.rl.queue import StalenessQueue
-from hyper_parallel.rl.sample import Appended, Prompted, Sample
+from hyper_parallel.rl.sample import AnswerGroup, Appended, Prompted, Sample, has_reward_variance
 
 
 class GroupLost(Exception):

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import GroupError, WeightsError
 from hyper_parallel.rl.controller.controller import Controller, GroupLost, LinkLost, LoopState
-from hyper_parallel.rl.controller.weight_sync import WeightSync
-from hyper_parallel.rl.controller.workers import RoleGroup
+from hyper_parallel.rl.controller.workers import RoleGroup, WeightSync
 
 LOST = (GroupLost, LinkLost, GroupError, WeightsError)
 

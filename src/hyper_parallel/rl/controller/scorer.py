@@ -1,8 +1,9 @@
-"""Rewards of answers: asked for as answers end, from a pool of processes or a model, and taken as they come."""
+"""Scorers: rewards of answers by a reward function or a reward model, asked for as answers end; evaluation."""
 
 from __future__ import annotations
 
 import logging
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.config.rl_task import TaskConfig
+from hyper_parallel.config.rl import RLConfig, RLTraining, TaskConfig
 from hyper_parallel.errors import RewardError
-from hyper_parallel.rl.environments.environment import prompt_fields, prompt_of
+from hyper_parallel.rl.controller.workers import RoleGroup
+from hyper_parallel.rl.environments import prompt_fields, prompt_of
 from hyper_parallel.rl.rewards.pool import RewardPool
 from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.sample import Appended, Prompted, Sample
@@ -176,12 +177,10 @@ def scorer_of(config: RLConfig, folder: Path | None) -> Scorer:
     """The scorer of a run. `folder`: where files are looked for. Raises ConfigError for an unknown name."""
     task = config.task
     if task.has_reward_model:
-        from hyper_parallel.rl.controller.model_scorer import ModelScorer
-
         return ModelScorer(config.rl, task.max_failed)
     if task.environment is None:
         return RewardScorer(task, folder)
-    from hyper_parallel.rl.controller.environment_scorer import EnvironmentScorer
+    from hyper_parallel.rl.environment_pool import EnvironmentScorer
 
     return EnvironmentScorer(task, task.environment, folder)
 
@@ -233,3 +232,157 @@ class RewardScorer(Scorer):
             value = reward.value if reward.failed is None else None
             found.append((key, Scored(key.ticket, key.place, value, failed=reward.failed)))
         return found
+
+
+# Rewards by a reward model: answers wait here until its group of workers has time for them.
+#
+# The controller takes what waits, sends it with a list of its own, and gives back the scores. In a synchronous run the
+# answers to a prompt wait for each other and are scored together, so that scores, whose last bits depend on what is
+# computed in the same forward pass, do not depend on when which answer ended. Otherwise what waits is scored together.
+
+_Asked = tuple[Key, Prompt, str]
+_NO_SCORE = "the answer is longer than the reward model's max_length, or its score is not finite"
+
+
+class ModelScorer(Scorer):
+    """Asks a group that has the role `reward`."""
+
+    MEND = "raise roles.reward.max_length, or lower rl.max_tokens"
+
+    def __init__(self, rl: RLTraining, max_failed: float) -> None:
+        super().__init__(max_failed)
+        self._size, self._in_groups = rl.group, rl.staleness == 0
+        self._group: RoleGroup | None = None
+        self._waiting: list[_Asked] = []
+        self._sent: list[list[_Asked]] = []
+        """What the group was asked, in its order."""
+
+    def attach(self, group: RoleGroup) -> None:
+        """The group of workers that scores."""
+        self._group = group
+
+    @property
+    def waiting(self) -> int:
+        """Answers that the group can be asked about now."""
+        return sum(len(one) for one in self._ready())
+
+    def take(self) -> list[list[tuple[Prompt, str]]]:
+        """All of them, as `RoleHost.reward` takes them."""
+        assert not self._sent, "one list at a time"
+        self._sent = self._ready()
+        taken = {id(one) for group in self._sent for one in group}
+        self._waiting = [one for one in self._waiting if id(one) not in taken]
+        return [[(prompt, text) for _, prompt, text in group] for group in self._sent]
+
+    def give(self, scores: Sequence[Sequence[float | None]]) -> list[Scored]:
+        """What the group answered to `take`."""
+        sent, self._sent = self._sent, []
+        found = []
+        for asked, values in zip(sent, scores, strict=True):
+            for (key, prompt, _), value in zip(asked, values, strict=True):
+                if key not in self._asked:
+                    continue  # of before a resume
+                self._asked.discard(key)
+                failed = _NO_SCORE if value is None else None
+                if failed is not None:
+                    self._failure(failed, prompt)
+                found.append(Scored(key.ticket, key.place, value, failed=failed))
+        return found
+
+    def ask_again(self) -> None:
+        """The group was lost with what it was asked."""
+        self._waiting = [one for group in self._sent for one in group] + self._waiting
+        self._sent = []
+
+    def begin_anew(self) -> None:
+        """As `Scorer` has it."""
+        self._waiting.clear()
+        self._sent.clear()
+        super().begin_anew()
+
+    def drop(self, ticket: int, places: Sequence[int]) -> None:
+        """As `Scorer` has it. What the group was asked arrives and is of no use."""
+        gone = {Key(self._life, ticket, place) for place in places}
+        self._asked -= {one[0] for one in self._waiting if one[0] in gone}
+        self._waiting = [one for one in self._waiting if one[0] not in gone]
+
+    def all_of(
+        self, answers: Answers, rows: Sequence[Mapping[str, Any]], max_tokens: int
+    ) -> list[float | None]:
+        """As `Scorer` has it. Raises GroupError where workers were lost."""
+        assert self._group is not None
+        first = first_turns(rows)
+        asked = [(one.prompt, given.text) for one, given in zip(first, answers(first), strict=True)]
+        [found] = self._group.ask(self._group.step, "reward", groups=[asked])
+        for (prompt, _), score in zip(asked, found, strict=True):
+            if score is None:
+                self._failure(_NO_SCORE, prompt)
+        return list(found)
+
+    def close(self) -> None:
+        """The group is ended by whoever started it."""
+
+    def _ready(self) -> list[list[_Asked]]:
+        if not self._in_groups:
+            return [list(self._waiting)] if self._waiting else []
+        tickets: dict[int, list[_Asked]] = {}
+        for one in self._waiting:
+            tickets.setdefault(one[0].ticket, []).append(one)
+        return [
+            sorted(group, key=lambda one: one[0].place)
+            for group in tickets.values()
+            if len(group) == self._size
+        ]
+
+    def _ask(self, key: Key, task: Mapping[str, Any], text: str) -> None:
+        self._waiting.append((key, prompt_of(task), text))
+
+    def _arrived(self, timeout_s: float) -> list[tuple[Key, Scored]]:
+        return []  # `give` gives them at once
+
+
+SEED = 2**31
+"""Added to the run's seed: held-out answers are drawn by other numbers than training's."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Mean rewards of held-out prompts; None where none could be computed."""
+
+    sampled: float | None
+    greedy: float | None
+    prompts: int
+
+
+def evaluate(
+    config: RLConfig, rollout: RoleGroup, rows: Sequence[Mapping[str, Any]], scorer: Scorer, step: int
+) -> Accuracy:
+    """With the rollout's weights as they are; it is idle, and no reward is pending."""
+    sampled = mean_reward(config, rollout, rows, scorer, step, config.rl.temperature)
+    return Accuracy(sampled, mean_reward(config, rollout, rows, scorer, step, 0.0), len(rows))
+
+
+def mean_reward(
+    config: RLConfig,
+    rollout: RoleGroup,
+    rows: Sequence[Mapping[str, Any]],
+    scorer: Scorer,
+    step: int,
+    temperature: float,
+) -> float | None:
+    """Of one answer to each prompt; None where no reward could be computed. One without a reward counts 0; by a reward
+    model, whose scores have no zero that means anything, it does not count."""
+
+    def answers(asked: Sequence[Prompted]) -> list[Sample]:
+        found: list[Sample] = rollout.ask(
+            step, "answer", asked=asked, temperature=temperature, seed=config.seed + SEED
+        )
+        return found
+
+    rewards = scorer.all_of(answers, rows, config.rl.max_tokens)
+    known = [one for one in rewards if one is not None]
+    if not known:
+        return None
+    if config.task.has_reward_model:
+        return statistics.fmean(known)
+    return statistics.fmean(reward or 0.0 for reward in rewards)

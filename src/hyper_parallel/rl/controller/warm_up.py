@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import DataError
-from hyper_parallel.rl.controller.evaluation import mean_reward
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import Recorder
-from hyper_parallel.rl.controller.scorer import Scorer
-from hyper_parallel.rl.controller.weight_sync import WeightSync
-from hyper_parallel.rl.controller.workers import RoleGroup, do
-from hyper_parallel.rl.environments.environment import prompt_of
+from hyper_parallel.rl.controller.scorer import Scorer, mean_reward
+from hyper_parallel.rl.controller.workers import RoleGroup, WeightSync, do
+from hyper_parallel.rl.environments import prompt_of
 
 FIRST_ROW = 2**40
 """Rows of prompts that reinforcement learning does not come to."""

@@ -3,7 +3,6 @@
 `StalenessQueue` is the controller's interface; `orders` has the three rules, `deadlines` their arithmetic.
 """
 
-from hyper_parallel.rl.queue.counters import Counters, Tally
-from hyper_parallel.rl.queue.staleness_queue import ORDERS, Order, StalenessQueue
+from hyper_parallel.rl.queue.staleness_queue import ORDERS, Counters, Order, StalenessQueue, Tally
 
 __all__ = ["ORDERS", "Counters", "Order", "StalenessQueue", "Tally"]

@@ -1,4 +1,4 @@
-"""A pool of processes that call a reward function, so that none of them can stop the controller.
+"""Pool of processes that call a reward function, so that none of them can stop the controller.
 
 A function that hangs, raises, returns no finite number or kills its process costs the reward of that sample only
 (`processes` has the rules).
@@ -6,14 +6,64 @@ A function that hangs, raises, returns no finite number or kills its process cos
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from hyper_parallel.rl.rewards.processes import Job
+from hyper_parallel.errors import DataError
+from hyper_parallel.rl.rewards.processes import Job, Processes
 from hyper_parallel.rl.rewards.reward import Prompt, Reward
 from hyper_parallel.rl.rewards.sandbox import check
-from hyper_parallel.rl.rewards.worker_pool import WorkerPool, check_json
+
+
+class WorkerPool:
+    """A context manager: its processes end with it."""
+
+    def __init__(
+        self,
+        handler: str,
+        name: str,
+        *,
+        workers: int,
+        time_limit_s: float,
+        folder: str | Path | None,
+        options: Mapping[str, Any] | None,
+        what: str,
+    ) -> None:
+        """`handler`: makes the workers' handler from a name and a folder. `what`: the noun of messages. Returns when
+        all workers have imported what is named; raises ConfigError if they cannot."""
+        check_json(dict(options or {}), f"the options of the {what}")
+        self._processes = Processes(handler, name, workers, time_limit_s, folder, options, what=what)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return self._processes.pids
+
+    def close(self) -> None:
+        """End the workers; what has no result is dropped."""
+        self._processes.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_json(message: Any, what: str) -> None:
+    """Raise DataError for what cannot be sent to a worker."""
+    try:
+        json.dumps(message)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{what} cannot be sent to a process, being no JSON: {error}; use plain values"
+        ) from error
+
 
 Request = tuple[Hashable, Prompt, str, Mapping[str, Any]]
 """(key, prompt, answer, task)."""

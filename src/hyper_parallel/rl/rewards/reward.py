@@ -26,8 +26,8 @@ RewardFunction = Callable[[Prompt, str, Mapping[str, Any]], float]
 
 BUILTIN = {
     "code": "hyper_parallel.rl.rewards.program_tests:code",
-    "exact_match": "hyper_parallel.rl.rewards.exact_match:exact_match",
-    "math": "hyper_parallel.rl.rewards.math_expression:math_expression",
+    "exact_match": "hyper_parallel.rl.rewards.answer_match:exact_match",
+    "math": "hyper_parallel.rl.rewards.answer_match:math_expression",
 }
 """Names of the verifiers to the functions."""
 

@@ -29,7 +29,7 @@ from functools import cache
 from typing import Any, Literal
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.rl.rewards import seccomp
+from hyper_parallel.rl.rewards import process_limits
 from hyper_parallel.rl.rewards.sandbox_fork_server import ForkServer, forked, no_start
 
 Isolation = Literal["required", "preferred", "none"]
@@ -99,7 +99,7 @@ def run(
         "disk": limits.disk_bytes,
         "files": limits.open_files,
         "processes": limits.processes,
-        "filter": seccomp.refusing_ipc(),
+        "filter": process_limits.refusing_ipc(),
     }
     message = marshal.dumps((settings, program.encode("utf-8", "replace").decode()))
     reading = _Reading(limits.output_bytes)

@@ -56,7 +56,7 @@ def rewards(name: str, folder: str, options: dict[str, Any]) -> Handler:
 
         quiet()  # the pool has warned
     if name == "math":
-        from hyper_parallel.rl.rewards.math_expression import prepare
+        from hyper_parallel.rl.rewards.answer_match import prepare
 
         prepare()  # seconds, which the first answer's limit would have to hold
 
@@ -147,7 +147,7 @@ def _send(channel: socket.socket, frame: str) -> None:
 
 
 def _die_with(parent: int) -> None:
-    # As `launch.parent_death`, whose package takes longer to import than this worker to start.
+    # As `launch.server`, whose package takes longer to import than this worker to start.
     if sys.platform.startswith("linux"):
         import ctypes
         import signal

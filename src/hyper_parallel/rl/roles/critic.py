@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import NonFiniteError, UnsupportedModelError
-from hyper_parallel.rl.losses.value import value_loss
-from hyper_parallel.rl.roles.batch_advantages import mask_of
-from hyper_parallel.rl.roles.micro_batches import MicroRows, micro_batches, on_all_ranks
+from hyper_parallel.rl.losses.policy import value_loss
+from hyper_parallel.rl.roles.policy_update import MicroRows, mask_of, micro_batches, on_all_ranks
 from hyper_parallel.rl.sample import Sample
 from hyper_parallel.shard import init_weights, parallelize, sharded
 from hyper_parallel.shard.sharded_model import LOSS_AXES

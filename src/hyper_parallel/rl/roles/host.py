@@ -9,22 +9,23 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
 from hyper_parallel.checkpoint import export
-from hyper_parallel.config.rl_run import RLConfig
-from hyper_parallel.config.role_launch import RoleLaunch
+from hyper_parallel.compat.process_groups import ServedStore, serve_store
+from hyper_parallel.config.launch import RoleLaunch
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import WeightsError
 from hyper_parallel.launch.worker import Worker
 from hyper_parallel.rl.rewards.reward import Prompt
-from hyper_parallel.rl.roles.actor import Actor, logprobs_of
-from hyper_parallel.rl.roles.checkpoints import ActorCheckpoints
-from hyper_parallel.rl.roles.policy_model import tokenizer_of, trained_policy
-from hyper_parallel.rl.roles.reward_model import RewardModel
+from hyper_parallel.rl.roles.actor import Actor, ActorCheckpoints, logprobs_of
+from hyper_parallel.rl.roles.models import RewardModel, rollout_model, tokenizer_of, trained_policy
 from hyper_parallel.rl.roles.rollout import Rollout
-from hyper_parallel.rl.roles.rollout_model import rollout_model
 from hyper_parallel.rl.roles.sleep import RoleMemory, Turn
-from hyper_parallel.rl.roles.weight_links import WeightLinks
 from hyper_parallel.rl.sample import Prompted, Sample
-from hyper_parallel.rl.weights.local_parameters import describe, local_tensors
+from hyper_parallel.rl.weights.description import Description
+from hyper_parallel.rl.weights.plan import TransferOptions, plan_weights
+from hyper_parallel.rl.weights.transfer import Meeting, WeightTransfer, connect, describe, local_tensors
 from hyper_parallel.shard import load_weights
 
 
@@ -312,3 +313,56 @@ def _tried(operation: Callable[[], object]) -> str | None:
     except WeightsError as error:
         return str(error)
     return None
+
+
+class WeightLinks:
+    """By the name of the group at the other end."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._links: dict[str, WeightTransfer] = {}
+        self._store: ServedStore | None = None
+
+    def __getitem__(self, link: str) -> WeightTransfer:
+        return self._links[link]
+
+    def serve(self, host: str) -> tuple[str, int]:
+        """The address at which roles meet, served by this process until it ends."""
+        if self._store is None:
+            self._store = serve_store(host)
+        return self._store.host, self._store.port
+
+    def connect(
+        self,
+        link: str,
+        source: dict[str, Any],
+        target: dict[str, Any],
+        meeting: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        gives: nn.Module | None,
+        takes: nn.Module | None,
+        seconds: float,
+    ) -> None:
+        """Meet the other ranks. `gives`, `takes`: this worker's model in the role of the source and of the target."""
+        self.close(link)
+        plan = plan_weights(
+            Description.from_json(source),
+            Description.from_json(target),
+            TransferOptions(**options),
+            colocated=gives is not None and takes is not None,
+        )
+        rank = plan.source_rank(self._rank) if gives is not None else plan.target_rank(self._rank)
+        self._links[link] = connect(
+            plan,
+            rank,
+            Meeting(**meeting),
+            source=(lambda: local_tensors(gives)) if gives is not None else None,
+            target=(lambda: local_tensors(takes)) if takes is not None else None,
+            seconds=seconds,
+        )
+
+    def close(self, link: str) -> None:
+        """End a link, if it is there."""
+        if (found := self._links.pop(link, None)) is not None:
+            found.close()

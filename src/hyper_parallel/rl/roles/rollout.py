@@ -17,25 +17,22 @@ from torch import nn
 
 from hyper_parallel.config.generate import inference_settings
 from hyper_parallel.config.inference import Inference, Sampling
-from hyper_parallel.config.rl_run import RLConfig
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.errors import ConfigError
-from hyper_parallel.inference.agreement import Agreement
-from hyper_parallel.inference.budget.memory_budget import MemoryBudget
-from hyper_parallel.inference.engine import Engine
+from hyper_parallel.data.chat import conversation, prompt
+from hyper_parallel.data.document import Chat
+from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.inference.engine import Engine, OpenRun
+from hyper_parallel.inference.memory_budget import MemoryBudget
 from hyper_parallel.inference.model_support import check_length, check_model, prove
-from hyper_parallel.inference.open_run import OpenRun
-from hyper_parallel.inference.prompt_ids import prompt_ids
-from hyper_parallel.inference.request import Completion, Request
-from hyper_parallel.inference.running import Running
-from hyper_parallel.inference.weights.source import ModelSource
-from hyper_parallel.inference.workers.decide import DecideTogether
-from hyper_parallel.inference.workers.replica import Replica
-from hyper_parallel.rl.environments.prompt_lengths import fitting
-from hyper_parallel.rl.roles.conversation import tokens_behind
-from hyper_parallel.rl.roles.policy_model import ends_of
+from hyper_parallel.inference.rank_groups import Agreement, Replica
+from hyper_parallel.inference.request import Completion, Request, Running, prompt_ids
+from hyper_parallel.inference.sampler import DecideTogether
+from hyper_parallel.inference.weights.tiers import ModelSource
+from hyper_parallel.rl.controller.prompts import fitting
+from hyper_parallel.rl.roles.models import ends_of
 from hyper_parallel.rl.sample import Prompted, Sample
-from hyper_parallel.strategy.generation_memory import GenerationMemory
+from hyper_parallel.strategy.memory import GenerationMemory
 
 
 @dataclass
@@ -310,3 +307,81 @@ def _going_on(one: _Answer) -> Request:
     """The request behind the tokens that it has."""
     ids = one.request.ids + tuple(one.tokens)
     return replace(one.request, ids=ids, answered=len(one.tokens))
+
+
+# Tokens behind an answer in a conversation: the end of its turn and the environment's message, as a template has them.
+#
+# The tokens of an answer are those that the policy drew. They are never made from its text again, which may give
+# others. Behind them come the tokens of END REST without what the policy drew of END, where with C the messages before,
+# a probe in place of the answer's content, and M the environment's message
+#
+#     render(C + [probe])                        = render(C) ... probe END
+#     render(C + [probe, M], generation prompt)  = render(C) ... probe END REST
+#
+# A template that does not have this form, or that leaves out a part of the answer once M follows, is refused: it would
+# show the policy another conversation in its next turn than the one whose tokens are trained.
+
+_PROBE = "\x02answer\x03"
+"""Unlikely in a message."""
+_WHERE = "task.environment"
+_MEND = "take a template that keeps what was said, or write prompts as texts"
+
+
+def tokens_behind(
+    tokenizer: Tokenizer,
+    before: Sequence[Mapping[str, Any]],
+    answer: str,
+    message: Mapping[str, Any],
+    last: int | None,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The ids behind an answer's tokens, up to the generation prompt of the next answer.
+
+    `before`: the messages up to the answer. `answer`: its text. `message`: what comes behind it. `last`: the token that
+    ended it, None where none did. `options`: what the template gets beside the messages. Raises DataError, in one line,
+    for a template that does not take the messages or is not of the form above.
+    """
+    end, rest = _behind(tokenizer, before, answer, message, dict(options or {}))
+    [(ids, ranges)] = tokenizer.encode_template([end + rest])
+    for at, (one, (start, _)) in enumerate(zip(ids, ranges, strict=True)):
+        if start >= len(end):
+            break
+        if one == last:
+            return ids[at + 1 :]
+    return ids
+
+
+def _behind(
+    tokenizer: Tokenizer,
+    before: Sequence[Mapping[str, Any]],
+    answer: str,
+    message: Mapping[str, Any],
+    options: dict[str, Any],
+) -> tuple[str, str]:
+    """END and REST."""
+    told = [dict(one) for one in before]
+
+    def chat(*more: dict[str, Any]) -> Chat:
+        return Chat(_WHERE, [*told, *more], options=options)
+
+    probe, given = {"role": "assistant", "content": _PROBE}, dict(message)
+    own = tokenizer.transformers
+    start = conversation(own, chat())
+    alone, followed = conversation(own, chat(probe)), prompt(own, chat(probe, given))
+    _, shown, end = alone.partition(_PROBE)
+    head, again, behind = followed.partition(_PROBE)
+    if not (
+        shown and again and alone.startswith(start) and head.startswith(start) and behind.startswith(end)
+    ):
+        raise DataError(
+            f"{_WHERE}: the chat template does not keep a conversation as it was once a message of the role "
+            f"{given.get('role')!r} follows; {_MEND}"
+        )
+    said = {"role": "assistant", "content": answer}
+    kept = prompt(own, chat(said, given))
+    if not kept.startswith(conversation(own, chat(said))) and answer.strip() not in kept[len(start) :]:
+        raise DataError(
+            f"{_WHERE}: the chat template leaves out a part of an answer once a message of the role "
+            f"{given.get('role')!r} follows; {_MEND}"
+        )
+    return end, behind[len(end) :]

@@ -10,7 +10,7 @@
 What a turn does not name stays where it is. What leaves is copied to a tier and comes back to the same storage, with
 the same bits. A part that is `replaced` is given up without a copy, since it gets other values before it is needed; one
 that is `constant` is copied once. Checkpoints read and write what is away one tensor at a time
-(`compat.paged_out_parameters`).
+(`compat.memory`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hyper_parallel.compat import backend, paged_out_parameters
+from hyper_parallel.compat import backend, memory
 from hyper_parallel.config.rl_roles import SleepConfig
 from hyper_parallel.errors import TierError
-from hyper_parallel.offloading.runtime.executor import whole
-from hyper_parallel.offloading.runtime.open_tiers import open_tiers
+from hyper_parallel.offloading.open_tiers import open_tiers
+from hyper_parallel.offloading.runtime import whole
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.units import format_bytes
 
@@ -172,7 +172,7 @@ class RoleMemory:
         for part in self._parts.values():
             for entry in part.entries.values():
                 if entry.tensor is not None:
-                    paged_out_parameters.forget(entry.tensor)
+                    memory.forget(entry.tensor)
         self._parts.clear()
         for tier in self._tiers.values():
             tier.close()
@@ -206,7 +206,7 @@ class RoleMemory:
             entry = part.entries[key]
             entry.tensor = tensor
             tensor.untyped_storage().resize_(0)
-            paged_out_parameters.keep(tensor, self._lender(entry))
+            memory.keep(tensor, self._lender(entry))
 
     def _return(self, part: _Part) -> None:
         for tensor, count in part.empty:
@@ -223,10 +223,10 @@ class RoleMemory:
             pending.wait()
         for entry in part.entries.values():
             if entry.tensor is not None:
-                paged_out_parameters.forget(entry.tensor)
+                memory.forget(entry.tensor)
                 entry.tensor = None
 
-    def _lender(self, entry: _Entry) -> paged_out_parameters.Lend:
+    def _lender(self, entry: _Entry) -> memory.Lend:
         @contextlib.contextmanager
         def lend(tensor: Tensor, changed: bool) -> Iterator[None]:
             tier = self._tiers[entry.tier]

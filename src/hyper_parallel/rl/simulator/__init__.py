@@ -4,9 +4,15 @@
 of each role, and `ranked_splits` orders given splits.
 """
 
-from hyper_parallel.rl.simulator.result import LoopResult
-from hyper_parallel.rl.simulator.run import simulate_alternating, simulate_colocated, simulate_loop
-from hyper_parallel.rl.simulator.split import Split, best_split, ranked_splits
+from hyper_parallel.rl.simulator.run import (
+    LoopResult,
+    Split,
+    best_split,
+    ranked_splits,
+    simulate_alternating,
+    simulate_colocated,
+    simulate_loop,
+)
 
 __all__ = [
     "LoopResult",

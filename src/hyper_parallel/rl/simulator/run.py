@@ -1,4 +1,4 @@
-"""Simulated runs of a loop: rollouts and actor on devices of their own, or all devices alternating.
+"""Simulated runs of a loop, the choice of the devices of each role, and the comparison of orders.
 
 The colocated loop is the synchronous one: all devices generate a step's groups, then all of them score and train them.
 The alternating loop is that within a bound on staleness: a batch is trained as soon as it is there, while the answers
@@ -7,14 +7,18 @@ under way stand still. All are the same `Loop` with other engines, times and sta
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from hyper_parallel.config.rl_simulation import RlSimulation
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.rl.queue import StalenessQueue
-from hyper_parallel.rl.simulator import lengths, scaling
-from hyper_parallel.rl.simulator.capacity_queue import CapacityQueue
-from hyper_parallel.rl.simulator.engine import Engine
-from hyper_parallel.rl.simulator.loop import Loop, LoopTimes
-from hyper_parallel.rl.simulator.result import LoopResult
+from hyper_parallel.report.sheets import Sheet
+from hyper_parallel.report.table import render
+from hyper_parallel.rl.queue import ORDERS, StalenessQueue
+from hyper_parallel.rl.simulator import scaling
+from hyper_parallel.rl.simulator.loop import Engine, Loop, LoopTimes
+from hyper_parallel.units import format_seconds
 
 
 def simulate_loop(setup: RlSimulation, rollout_devices: int | None = None) -> LoopResult:
@@ -109,7 +113,7 @@ def _run(
             alternate=alternate,
         ),
         group=setup.group,
-        length=lambda source: lengths.draw(setup.lengths, source),
+        length=lambda source: scaling.draw_length(setup.lengths, source),
         refused=setup.refused,
         seed=setup.seed,
     )
@@ -143,3 +147,231 @@ def _run(
 def _mean_running(tokens: float, busy: float, per_pass: float, per_sequence: float) -> float:
     """Answers per pass: tokens = passes n and busy = passes p + tokens s."""
     return tokens * per_pass / (busy - tokens * per_sequence) if per_pass else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopResult:
+    """Averages over the measured steps of one simulated loop."""
+
+    kind: str
+    """`colocated`, or the order of the queue."""
+    rollout_devices: int
+    train_devices: int
+    staleness: int
+    """The bound, in optimizer updates."""
+    seconds: float
+    """Per step."""
+    generating: float
+    """Share of the time in which a rollout engine runs answers, averaged over engines."""
+    training: float
+    """Share of the time in which the actor trains or scores."""
+    bubble: float
+    """Share of all devices' time in which they do neither."""
+    running: float
+    """Answers that run on an engine, averaged over the time in which it runs any."""
+    tokens: float
+    """Tokens trained per step."""
+    wasted: float
+    """Share of the tokens drawn that were dropped as stale, refused, or lost."""
+    stale_groups: float
+    """Groups dropped as stale per step."""
+    histogram: Mapping[int, int]
+    """How many trained groups had each staleness, warm-up included."""
+
+    @property
+    def largest_staleness(self) -> int:
+        """Of any trained group."""
+        return max(self.histogram)
+
+    @property
+    def mean_staleness(self) -> float:
+        """Of the trained groups."""
+        count = sum(self.histogram.values())
+        return sum(value * many for value, many in self.histogram.items()) / count
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with seconds and shares rounded to what the simulation can mean."""
+        return {
+            "kind": self.kind,
+            "rollout_devices": self.rollout_devices,
+            "train_devices": self.train_devices,
+            "staleness_bound": self.staleness,
+            "seconds_per_step": round(self.seconds, 4),
+            "generating": round(self.generating, 4),
+            "training": round(self.training, 4),
+            "bubble": round(self.bubble, 4),
+            "running_per_engine": round(self.running, 2),
+            "tokens_per_step": round(self.tokens),
+            "wasted_tokens": round(self.wasted, 4),
+            "stale_groups_per_step": round(self.stale_groups, 2),
+            "mean_staleness": round(self.mean_staleness, 3),
+            "staleness": {str(key): value for key, value in self.histogram.items()},
+        }
+
+
+# Admission by capacity alone, as a baseline: it limits how many groups start, and not how stale they get.
+#
+# Published systems admit (η + version + 1) B - accepted - running groups and train them as they finish. With everything
+# else as in `StalenessQueue`, that is its `discard` order without dropping anything.
+
+
+class CapacityQueue(StalenessQueue[Any]):
+    """A queue whose items exceed its bound. For comparison; training uses `StalenessQueue`."""
+
+    def __init__(self, *, batch: int, updates: int = 1, staleness: int = 0) -> None:
+        """As of `StalenessQueue`."""
+        super().__init__(batch=batch, updates=updates, staleness=staleness, order="discard")
+
+    def _check(self, staleness: int) -> None:
+        """Any staleness is taken."""
+
+    def _expired(self, version: int) -> bool:
+        return False
+
+    def _choose(self) -> list[int] | None:
+        return list(self._finished)[: self.batch] if self.ready() else None
+
+
+# Choice of the devices that generate and those that train, for the least simulated time of a step.
+#
+# No split r + (n - r) can be quicker than either role alone:
+#
+#     step(r) >= max(train(n - r), tokens (p / slots + s) e / r)       `lower_bound`
+#
+# since an engine draws most tokens per second with all slots taken. Splits are simulated in the order of that bound,
+# until it reaches the best time found (in `ranked_splits`: that of the last place that counts). No split that was left
+# out can be better, but for the sampled lengths, whose mean the bound takes from their distribution.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The devices of each role."""
+
+    rollout: int
+    train: int
+    result: LoopResult
+    """The loop that they give, simulated."""
+    simulated: int
+    """How many splits were simulated."""
+
+
+def best_split(setup: RlSimulation) -> Split:
+    """The split of `setup.devices` with the least time per step; the fewest rollouts among equals. Raises ConfigError
+    as `simulate_loop`."""
+    engine = setup.generation.engine
+    found = ranked_splits(
+        setup, [(rollout, setup.devices - rollout) for rollout in range(engine, setup.devices, engine)], 1
+    )
+    best = found[0]
+    return Split(rollout=best.rollout_devices, train=best.train_devices, result=best, simulated=len(found))
+
+
+def ranked_splits(setup: RlSimulation, splits: Sequence[tuple[int, int]], first: int = 2) -> list[LoopResult]:
+    """Simulated splits (rollout, train), the quickest first and the fewest rollouts among equals.
+
+    They may leave some of `setup.devices` unused. `first`: how many of the quickest are known to be so; of slower
+    splits some are not simulated. Raises ConfigError as `simulate_loop`.
+    """
+    setups = {
+        (rollout, train): setup.model_copy(update={"devices": rollout + train, "rollout": rollout})
+        for rollout, train in splits
+    }
+    ordered = sorted((lower_bound(one, split[0]), split) for split, one in setups.items())
+    found = list[LoopResult]()
+    for bound, split in ordered:
+        if len(found) >= first and bound >= found[first - 1].seconds:
+            break
+        found.append(simulate_loop(setups[split]))
+        found.sort(key=lambda one: (one.seconds, one.rollout_devices))
+    return found
+
+
+def lower_bound(setup: RlSimulation, rollout: int) -> float:
+    """Seconds that a step takes at least with that many devices for rollouts."""
+    actor = setup.devices - rollout
+    train = scaling.seconds_on(setup.train, actor, "train")
+    if setup.rescore:
+        train += scaling.seconds_on(setup.score, actor, "score")
+    per_pass, per_sequence = scaling.generation_law(setup)
+    tokens = setup.groups * setup.group * scaling.mean_length(setup.lengths) / (1 - setup.refused)
+    rate = per_pass / setup.generation.slots + per_sequence
+    return max(train, tokens * rate * setup.generation.engine / rollout)
+
+
+WIDTH = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Simulated loops on the same devices."""
+
+    setup: RlSimulation
+    colocated: LoopResult
+    loops: tuple[LoopResult, ...]
+    """Disaggregated; the first has the order that the file names."""
+    chosen: bool
+    """Whether the split of the devices was chosen."""
+
+    def speed(self, loop: LoopResult) -> float:
+        """How many times as fast as the colocated loop."""
+        return self.colocated.seconds / loop.seconds
+
+    def text(self) -> str:
+        """The verdict and a table, at most 80 columns wide."""
+        first = self.loops[0]
+        better = self.speed(first)
+        versus = f"{better:.2f} times as fast as" if better >= 1 else f"{1 / better:.2f} times slower than"
+        verdict = (
+            f"simulated: {format_seconds(first.seconds)} a step, {versus} the colocated synchronous loop "
+            f"({format_seconds(self.colocated.seconds)}); {first.rollout_devices} devices generate, "
+            f"{first.train_devices} train{' (split chosen)' if self.chosen else ''}"
+        )
+        rows = tuple(self._row(loop) for loop in (self.colocated, *self.loops))
+        note = (
+            "Rollout, Actor: share of the time in which they work. Bubble: idle share of all\n"
+            "devices' time. Waste: tokens drawn and not trained. Stale: mean and largest\n"
+            f"staleness of trained groups, in optimizer updates; the bound is {first.staleness}."
+        )
+        if any(loop.largest_staleness > loop.staleness for loop in self.loops):
+            note += "\n'capacity' exceeds it: it limits how many groups start, not how stale they get."
+        columns = ("Loop", "Seconds", "Speed", "Rollout", "Actor", "Bubble", "Waste", "Stale")
+        title = f"a step of {self.setup.groups} groups of {self.setup.group}"
+        return render(verdict, (), (Sheet(title, columns, rows, note=note),), "simulated", WIDTH)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "source": "simulated",
+            "colocated": self.colocated.to_json(),
+            "loops": [{**loop.to_json(), "speed": round(self.speed(loop), 4)} for loop in self.loops],
+        }
+
+    def _row(self, loop: LoopResult) -> tuple[str, ...]:
+        return (
+            loop.kind,
+            f"{loop.seconds:.4g}",
+            f"{self.speed(loop):.2f}x",
+            *(f"{share:.0%}" for share in (loop.generating, loop.training, loop.bubble, loop.wasted)),
+            f"{loop.mean_staleness:.1f}/{loop.largest_staleness}",
+        )
+
+
+def compare(setup: RlSimulation, progress: Callable[[str], None] = lambda _: None) -> Comparison:
+    """Simulates the colocated loop, the file's order, and the other orders on the same split of the devices.
+
+    Raises ConfigError where the role times say nothing about a number of devices.
+    """
+    progress("simulating the colocated loop")
+    colocated = simulate_colocated(setup)
+    if setup.rollout == "auto":
+        progress("choosing the split of the devices")
+        first = best_split(setup).result
+    else:
+        progress(f"simulating {setup.order}")
+        first = simulate_loop(setup)
+    loops = [first]
+    for order in ORDERS:
+        if order != setup.order:
+            progress(f"simulating {order}")
+            loops.append(simulate_loop(setup.model_copy(update={"order": order}), first.rollout_devices))
+    return Comparison(setup=setup, colocated=colocated, loops=tuple(loops), chosen=setup.rollout == "auto")

@@ -14,12 +14,13 @@ over the measured n then give p and s, and so on until they stay.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
+from statistics import NormalDist
 
-from hyper_parallel.config.rl_simulation import RlSimulation, RoleTime
+from hyper_parallel.config.rl_simulation import Lengths, RlSimulation, RoleTime
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.rl.simulator import lengths
 
 _DRAWN_STEPS, _ROUNDS = 4, 12
 
@@ -57,7 +58,7 @@ def generation_law(setup: RlSimulation) -> tuple[float, float]:
         return given.pass_seconds, given.sequence_seconds
     source = random.Random(setup.seed)
     steps = [
-        [lengths.draw(setup.lengths, source) for _ in range(setup.groups * setup.group)]
+        [draw_length(setup.lengths, source) for _ in range(setup.groups * setup.group)]
         for _ in range(_DRAWN_STEPS)
     ]
     loads = {devices: [_loads(step, devices // given.engine) for step in steps] for devices in given.measured}
@@ -90,3 +91,36 @@ def least_squares(rows: list[tuple[float, float, float]]) -> tuple[float, float]
         return p, s
     only_p, only_s = (my / mm, 0.0), (0.0, ty / tt)
     return min(only_p, only_s, key=lambda law: sum((law[0] * m + law[1] * t - y) ** 2 for m, t, y in rows))
+
+
+# Lengths of answers: a distribution cut at a limit, and its mean.
+#
+# For a log-normal X with mean m and standard deviation σ of ln X, μ = ln m - σ² / 2, and with the limit L
+#
+#     E min(X, L) = m Φ((ln L - μ - σ²) / σ) + L (1 - Φ((ln L - μ) / σ))        `mean_length`
+
+
+def draw_length(lengths: Lengths, source: random.Random) -> int:
+    """The tokens of one answer."""
+    if lengths.distribution == "observed":
+        return min(lengths.longest, source.choice(lengths.observed))
+    value = lengths.mean
+    if lengths.distribution == "lognormal":
+        value = source.lognormvariate(_mu(lengths), lengths.sigma)
+    return min(lengths.longest, max(1, round(value)))
+
+
+def mean_length(lengths: Lengths) -> float:
+    """The expected tokens of an answer, after the cut."""
+    if lengths.distribution == "observed":
+        return sum(min(lengths.longest, one) for one in lengths.observed) / len(lengths.observed)
+    if lengths.distribution == "constant":
+        return min(float(lengths.longest), lengths.mean)
+    normal, mu, sigma = NormalDist(), _mu(lengths), lengths.sigma
+    cut = math.log(lengths.longest)
+    below = lengths.mean * normal.cdf((cut - mu - sigma**2) / sigma)
+    return below + lengths.longest * (1 - normal.cdf((cut - mu) / sigma))
+
+
+def _mu(lengths: Lengths) -> float:
+    return math.log(lengths.mean) - lengths.sigma**2 / 2

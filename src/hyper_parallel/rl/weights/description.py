@@ -1,6 +1,6 @@
 """Description of a role's parameters: names, layouts, element types and ranks, as plain data without torch.
 
-A role's workers make it (`rl.weights.local_parameters`), the controller passes it on as JSON, and both sides plan with
+A role's workers make it (`rl.weights.transfer`), the controller passes it on as JSON, and both sides plan with
 it.
 """
 

@@ -1,4 +1,4 @@
-"""Payload of a message: boxes of tensors as bytes, and the difference between two of them.
+"""Messages of a weight transfer: the header, boxes of tensors as bytes, and the difference between two payloads.
 
 A payload has its parts one after the other, each as its elements in row-major order. A *difference* (`difference`,
 `apply_difference`) has for each part of n elements a bitmap of ceil(n / 8) bytes, element i at bit 7 - i % 8 of byte
@@ -8,15 +8,16 @@ i // 8, and then the elements whose bits have changed. It is lossless, and short
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hyper_parallel.program.cells import Slices
-from hyper_parallel.rl.weights.header import HEADER_BYTES
+from hyper_parallel.program.reshard import Slices
 from hyper_parallel.rl.weights.plan import Message, Part
 
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -123,3 +124,53 @@ def _arrays(message: Message, payload: Tensor) -> Sequence[tuple[Part, np.ndarra
         found.append((part, data[at : at + part.bytes].view(_INTEGERS[part.parameter.item_bytes])))
         at += part.bytes
     return found
+
+
+HEADER_BYTES = 64
+_MAGIC = b"HPWGHT01"
+_FIELDS = struct.Struct("<8s8sIIQqQI")
+_OWN = struct.Struct("<I")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a message is, so that one of another version, link or plan is refused."""
+
+    digest: bytes
+    """Of the plan, [8] bytes."""
+    epoch: int
+    """Of the link between the roles."""
+    place: int
+    """The message's index among those that its sender and receiver exchange in one version."""
+    version: int
+    base: int
+    """The version to which the payload is a difference; -1 where it has all elements."""
+    length: int
+    """Bytes of the payload."""
+    checksum: int
+    """Of the payload (`payload.checksum`)."""
+
+    def pack(self) -> bytes:
+        """[64] bytes."""
+        fields = _FIELDS.pack(
+            _MAGIC, self.digest, self.epoch, self.place, self.version, self.base, self.length, self.checksum
+        )
+        padded = fields.ljust(HEADER_BYTES - _OWN.size, b"\0")
+        return padded + _OWN.pack(zlib.crc32(padded))
+
+    @classmethod
+    def parse(cls, data: bytes) -> Header:
+        """The inverse of `pack`. Raises ValueError for bytes that are none."""
+        padded, own = data[: -_OWN.size], data[-_OWN.size :]
+        if data[: len(_MAGIC)] != _MAGIC or _OWN.pack(zlib.crc32(padded)) != own:
+            raise ValueError("the header of a message is damaged")
+        _, digest, epoch, place, version, base, length, checksum = _FIELDS.unpack(padded[: _FIELDS.size])
+        return cls(
+            digest=digest,
+            epoch=epoch,
+            place=place,
+            version=version,
+            base=base,
+            length=length,
+            checksum=checksum,
+        )

@@ -23,12 +23,29 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from hyper_parallel.errors import WeightsError, nearest
-from hyper_parallel.program.cells import Slices, cut, elements
-from hyper_parallel.program.reshard import Buffer, Transfer, plan_reshard
+from hyper_parallel.errors import ConfigError, WeightsError, nearest
+from hyper_parallel.program.reshard import Buffer, Slices, Transfer, cut, elements, plan_reshard
 from hyper_parallel.rl.weights.description import FLOATING, ITEM_BYTES, Description, Parameter
-from hyper_parallel.rl.weights.options import TransferOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions:
+    """How weights travel."""
+
+    dtype: Literal["bfloat16"] | None = None
+    """Round floating-point weights to this on their way; None sends what the narrower side stores."""
+    delta: bool = False
+    """Send only the elements whose bits have changed since the last version. Both sides keep a copy of that version."""
+    bucket_bytes: int = 32 * 2**20
+    """The most bytes of one message, before delta encoding."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "bfloat16"):
+            raise ConfigError(f"weights cannot travel as {self.dtype!r}; use bfloat16, or leave dtype out")
+        if self.bucket_bytes < 8:
+            raise ConfigError(f"bucket_bytes is {self.bucket_bytes}; one element needs up to 8 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)

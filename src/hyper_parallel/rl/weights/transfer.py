@@ -1,4 +1,4 @@
-"""Weight transfer on one rank: send, receive into staging tensors, and install between two passes.
+"""Weight transfer on one rank: its parameters, send, receive into staging tensors, and install between two passes.
 
     source    begin_send(version)       packs copies; the parameters may change from then on
               finish_send()
@@ -20,18 +20,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hyper_parallel.compat.standalone_group import PeerError, StandaloneGroup
+from hyper_parallel.compat import fsdp
+from hyper_parallel.compat.process_groups import PeerError, StandaloneGroup
 from hyper_parallel.errors import WeightsError
-from hyper_parallel.rl.weights.description import Description
-from hyper_parallel.rl.weights.exchange import Exchange, Key
-from hyper_parallel.rl.weights.link import Link
-from hyper_parallel.rl.weights.meeting import Meeting
+from hyper_parallel.layout import Layout, Mesh
+from hyper_parallel.rl.weights.description import Description, Parameter
+from hyper_parallel.rl.weights.exchange import Exchange, Key, Link
 from hyper_parallel.rl.weights.payload import box_of, torch_dtype
 from hyper_parallel.rl.weights.plan import WeightPlan
+from hyper_parallel.shard.sharded_model import is_sharded, sharded
 
 Tensors = Callable[[], Mapping[str, Tensor]]
 """This rank's parameters by name, asked for each time that they are read or written."""
@@ -260,3 +263,79 @@ def _expected(described: Description, first: int, rank: int) -> dict[str, tuple[
         for group in one.device_groups(described.role, first)
         if rank in group.ranks
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The address of the store, which one process of the source serves, and how many times the roles met before."""
+
+    host: str
+    port: int
+    link: str = "weights"
+    """Different for links that share a store."""
+    epoch: int = 0
+    """One more after each restart of a rank: a group that has lost one is of no more use."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Keyword arguments of the class."""
+        return asdict(self)
+
+    @property
+    def prefix(self) -> str:
+        """Of the keys in the store."""
+        return f"{self.link}/{self.epoch}"
+
+
+def describe(model: nn.Module, role: str, world: int = 1) -> Description:
+    """The parameters of a role's model; the same on all its ranks.
+
+    `model`: one that `parallelize` returned, or any other, of which each of the role's `world` ranks holds a copy.
+    Experts that are placed anew by their loads change it: ask again afterwards.
+    """
+    if is_sharded(model):
+        fsdp.free_gathered(model)
+        listed = [
+            (p.name, p.layout, p.parameter.dtype, tuple(tuple(group.ranks) for group in p.owners))
+            for p in sharded(model).parameters()
+        ]
+    else:
+        listed = [
+            (name, Layout.replicated(Mesh(), tuple(p.shape)), p.dtype, ())
+            for name, p in model.named_parameters()
+        ]
+    parameters = tuple(
+        Parameter(
+            name=name,
+            layout=_on_ranks(layout, world),
+            dtype=str(dtype).removeprefix("torch."),
+            groups=groups or (tuple(range(world)),),
+        )
+        for name, layout, dtype, groups in listed
+    )
+    return Description(role=role, world=world, parameters=parameters, ties=_ties(model))
+
+
+def local_tensors(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """This rank's part of each parameter that it holds, by the name in the description, without autograd. Writing to
+    one writes the parameter."""
+    if is_sharded(model):
+        fsdp.free_gathered(model)  # a forward pass without a backward pass leaves whole parameters behind
+        return {p.name: p.local for p in sharded(model).owned()}
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _on_ranks(layout: Layout, world: int) -> Layout:
+    """A layout on a mesh of one rank, which is every process's own, as copies on all ranks of the role."""
+    if layout.mesh.world == 1 and world > 1:
+        return Layout.replicated(Mesh(("replicate", world)), layout.shape)
+    return layout
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Second and further names of parameters to their first."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    return ties

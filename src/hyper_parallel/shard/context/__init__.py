@@ -6,8 +6,7 @@ turns to `ring_attention`, which goes by `block_schedule` and computes with `blo
 """
 
 from hyper_parallel.shard.context.model_inputs import ContextRoot, apply_context, apply_context_to_root
-from hyper_parallel.shard.context.plan import ContextPlan, plan_context, with_context_folds
-from hyper_parallel.shard.context.position_split import PositionSplit
+from hyper_parallel.shard.context.plan import ContextPlan, PositionSplit, plan_context, with_context_folds
 
 __all__ = [
     "ContextPlan",

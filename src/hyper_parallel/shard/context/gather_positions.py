@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.context.model_inputs import ContextRoot, by_name, refuse_caches
-from hyper_parallel.shard.context.plan import ContextPlan, mixing
-from hyper_parallel.shard.context.position_split import PositionSplit
+from hyper_parallel.shard.context.plan import ContextPlan, PositionSplit, mixing
 from hyper_parallel.shard.experts.plan import is_experts
 from hyper_parallel.shard.hooks import Forward, all_positions, change_input, change_output, wrap
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.model_structure import heads_of, layers_or_refuse
-from hyper_parallel.shard.plan.builder import PlanBuilder
+from hyper_parallel.shard.plan.plan import PlanBuilder
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat.fake_tensors import is_fake
 from hyper_parallel.compat.local_tensor import is_simulated, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Interval
-from hyper_parallel.shard.context.block_schedule import UNKNOWN, Documents
-from hyper_parallel.shard.context.position_split import PositionSplit, position_chunks
+from hyper_parallel.shard.context.block_attention import UNKNOWN, Documents
+from hyper_parallel.shard.context.plan import PositionSplit, position_chunks
 
 
 class Positions:

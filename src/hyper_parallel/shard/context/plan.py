@@ -1,7 +1,7 @@
-"""Context-parallel plan: the method for a model, or a refusal before anything changes.
+"""Context-parallel plan: the method for a model, and the positions of a sequence that each rank holds.
 
-`auto` goes by what a rank receives for one layer's attention, forward, with n ranks, S positions, H query and K
-key-value heads of d features that this rank's tensor index has:
+What cannot be split is refused before anything changes. `auto` goes by what a rank receives for one layer's attention,
+forward, with n ranks, S positions, H query and K key-value heads of d features that this rank's tensor index has:
 
     ring       2·K·d · S · (n − 1) / n                   keys and values of everybody else
     Ulysses    (2·H + 2·K') · d · S · (n − 1) / n²       a 1/n share of queries, outputs, keys and values;
@@ -16,11 +16,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
+from hyper_parallel.compat.local_tensor import int_on_rank, per_rank
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.layout.layout import Interval
 from hyper_parallel.layout.mesh import Fold, Mesh
 from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.model_structure import Heads, heads_of, layers_or_refuse, text_config
 from hyper_parallel.shard.rules import decoder_of, has_encoder, is_transformers
 from hyper_parallel.strategy import Strategy
@@ -165,3 +169,84 @@ def _method(
     if ulysses == size:
         return "ulysses", ulysses
     return ("ring" if ulysses == 1 else "hybrid"), ulysses
+
+
+# Position split: which positions of a sequence each rank holds.
+#
+# The axis has index ``ring · u + ulysses``. With a ring of r, the sequence is cut into 2r pieces, and ring index i has
+# pieces i and 2r − 1 − i, one from the head and one from the tail: under a causal mask every ring index then has the
+# same work (Llama 3, arXiv 2407.21783, section 3.3.2; "zigzag"). What a ring index has is split evenly over its u
+# Ulysses ranks, in order. Without a ring, u is the whole axis and each rank holds one run of positions.
+
+
+def multiple_over_context(ring: int, ulysses: int) -> int:
+    """What a sequence's length must be a multiple of, to be dealt over rings of `ring` ranks of `ulysses`."""
+    return math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
+
+
+@dataclass(frozen=True)
+class PositionSplit:
+    """Split of positions over the axis `context`, in which groups of `ulysses` ranks exchange heads."""
+
+    context: Axis
+    ulysses: int = 1
+
+    @property
+    def ring(self) -> int:
+        """How many ring indices there are."""
+        return self.context.size // self.ulysses
+
+    @property
+    def multiple(self) -> int:
+        """What a sequence's length must be a multiple of."""
+        return multiple_over_context(self.ring, self.ulysses)
+
+    def check(self, length: int) -> None:
+        """Refuse a sequence of `length` positions that cannot be dealt evenly."""
+        if length % self.multiple:
+            raise StrategyError(
+                f"{length} positions cannot be split over axes.context = {self.context.size} with rings of "
+                f"{self.ring} and Ulysses over {self.ulysses}; pad the sequence to a multiple of {self.multiple}"
+            )
+
+    def pieces(self, length: int, ring: int) -> tuple[Interval, ...]:
+        """The intervals of positions that a ring index has, in order of position, which is that of its tensors."""
+        return position_chunks(length, self.ring, ring)
+
+    def positions(self, length: int, index: int) -> torch.Tensor:
+        """int64[length / size]: the global positions that an index of the axis holds, in its order."""
+        ring, inner = divmod(index, self.ulysses)
+        runs = [torch.arange(start, stop) for start, stop in self.pieces(length, ring)]
+        return torch.cat(runs).chunk(self.ulysses)[inner]
+
+    def indices(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        """int64[length / size]: the global positions that this rank holds, in its order."""
+
+        def mine(rank: int) -> torch.Tensor:
+            return self.positions(int_on_rank(length, rank), self.context.index(rank)).to(device)
+
+        return per_rank(mine)
+
+    def cut(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's positions of what is whole on every rank. Raises StrategyError for a length it cannot deal.
+
+        The gradient is this rank's part of the whole one, zero elsewhere: the ranks' parts are summed, as are all
+        gradients over the context axis.
+        """
+        self.check(x.size(dim))
+        return x.index_select(dim, self.indices(x.size(dim), x.device))
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """All positions in their own order, from each rank's; for uses that are the same on every rank."""
+        whole = self.context.gather(x, dim)
+        order = torch.cat([self.positions(whole.size(dim), index) for index in range(self.context.size)])
+        return whole.index_select(dim, torch.argsort(order).to(x.device))
+
+
+def position_chunks(length: int, rings: int, ring: int) -> tuple[Interval, ...]:
+    """The intervals of positions of one of `rings` ring indices: one from the head and one from the tail."""
+    if rings == 1:
+        return ((0, length),)
+    size = length // (2 * rings)
+    tail = 2 * rings - 1 - ring
+    return (ring * size, (ring + 1) * size), (tail * size, (tail + 1) * size)

@@ -20,11 +20,9 @@ from torch import nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.experts.placement import Placement
-from hyper_parallel.shard.plan.builder import PlanBuilder, Split
-from hyper_parallel.shard.plan.types import ExpertsPlan, Intervals
+from hyper_parallel.shard.plan.plan import ExpertsPlan, Intervals, PlanBuilder, Split
 from hyper_parallel.shard.rules import matching_or_refuse
-from hyper_parallel.strategy.expert_balance import ExpertBalance
-from hyper_parallel.strategy.strategy import RuleName
+from hyper_parallel.strategy.strategy import ExpertBalance, RuleName
 
 _MADE_BY_DECORATOR = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 _PROJECTIONS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}

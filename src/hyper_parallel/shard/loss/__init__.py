@@ -3,12 +3,9 @@
 `causal_lm_loss` is what a training loop calls; `cross_entropy_sum` is the kernel for logits at hand.
 """
 
-from hyper_parallel.shard.loss.causal_lm import causal_lm_loss
-from hyper_parallel.shard.loss.forward import logits_of
-from hyper_parallel.shard.loss.root import apply_loss
-from hyper_parallel.shard.loss.token_loss import token_logprobs, token_loss
-from hyper_parallel.shard.loss.token_objective import TokenObjective
-from hyper_parallel.shard.loss.vocab_parallel_cross_entropy import IGNORED, cross_entropy_sum, valid_tokens
+from hyper_parallel.shard.forward import logits_of
+from hyper_parallel.shard.loss.causal_lm import apply_loss, causal_lm_loss, token_logprobs, token_loss
+from hyper_parallel.shard.loss.cross_entropy import IGNORED, TokenObjective, cross_entropy_sum, valid_tokens
 
 __all__ = [
     "IGNORED",

@@ -10,18 +10,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.compat.float64 import float64
+from hyper_parallel.compat.dispatch import float64
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.shard.forward import call, first_position
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, logits_of
-from hyper_parallel.shard.loss.forward import call, first_position
+from hyper_parallel.shard.loss.auxiliary_loss import asks_for_router_logits
 from hyper_parallel.shard.model_structure import text_config
-from hyper_parallel.shard.own_terms import asks_for_router_logits
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check.check import quiet, vocabulary_of
-from hyper_parallel.shard.region_check.outcome import COARSE, PRECISE, TOLERANCE, Outcome, Spread, worst
+from hyper_parallel.shard.region_check.outcome import (
+    COARSE,
+    FIRST_ID,
+    PRECISE,
+    TOLERANCE,
+    Outcome,
+    Spread,
+    worst,
+)
 from hyper_parallel.shard.region_check.reduced_model import reduce
-from hyper_parallel.shard.region_check.sample_inputs import FIRST_ID
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.sharded_model import sharded
 from hyper_parallel.strategy import Strategy

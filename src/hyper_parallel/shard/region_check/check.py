@@ -15,22 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.compat import store, suspended_groups
-from hyper_parallel.compat.fake_process_group import is_fake
+from hyper_parallel.compat import fake_tensors, process_groups
+from hyper_parallel.compat.dispatch import leaves_of
+from hyper_parallel.compat.fake_tensors import is_fake
 from hyper_parallel.compat.local_tensor import is_simulated
-from hyper_parallel.compat.pytree import leaves_of
 from hyper_parallel.errors import FollowsError, HyperParallelError, SimulationError, StrategyError
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.plan import Plan
-from hyper_parallel.shard.region_check import advice, result_cache
-from hyper_parallel.shard.region_check.outcome import Mismatch, Spread, compared, run
-from hyper_parallel.shard.region_check.randomness import unrepeatable
+from hyper_parallel.shard.region_check import diagnosis, result_cache
+from hyper_parallel.shard.region_check.diagnosis import unrepeatable
+from hyper_parallel.shard.region_check.outcome import (
+    Mismatch,
+    NothingToCompare,
+    SampleCall,
+    SeenCall,
+    Spread,
+    TokenCall,
+    compared,
+    run,
+)
 from hyper_parallel.shard.region_check.reduced_model import Reduced, reduce
-from hyper_parallel.shard.region_check.sample_inputs import NothingToCompare, SampleCall, SeenCall, TokenCall
 from hyper_parallel.shard.rules import is_transformers
-from hyper_parallel.shard.weights_elsewhere import WRITTEN_UNDER_TENSOR
+from hyper_parallel.shard.written_weights import WRITTEN_UNDER_TENSOR
 from hyper_parallel.strategy import Strategy, recomputes
 
 log = logging.getLogger(__name__)
@@ -155,7 +163,7 @@ def needed(model: nn.Module, strategy: Strategy) -> bool:
 
 def checks(strategy: Strategy) -> bool:
     """Whether models are checked before they are trained: on real devices, unless somebody said no."""
-    return strategy.check and not is_simulated() and not suspended_groups.is_simulation()
+    return strategy.check and not is_simulated() and not fake_tensors.is_simulation()
 
 
 _FAILED = {"failed": True}
@@ -188,10 +196,10 @@ def agreed_verdict(check: Callable[[], Any], together: tuple[int, ...] = ()) -> 
         except BaseException:
             # The others wait for a word.
             if dist.is_initialized():
-                store.broadcast_text(key, json.dumps(_FAILED))
+                process_groups.broadcast_text(key, json.dumps(_FAILED))
             raise
     if dist.is_initialized():
-        verdict = json.loads(store.broadcast_text(key, json.dumps(verdict) if mine else None))
+        verdict = json.loads(process_groups.broadcast_text(key, json.dumps(verdict) if mine else None))
         if verdict == _FAILED:
             raise FollowsError(f"rank {decides} did not finish the check of the strategy; it says why")
     return verdict
@@ -273,13 +281,13 @@ def _compared(small: Reduced, call: SampleCall, spread: Spread) -> str | Uncheck
     if wrong is None:
         return None
     what = wrong if isinstance(wrong, str) else f"gives other gradients than one device: {wrong}"
-    if advice.right_without_recompute(small.model, small.strategy, call, spread):
+    if diagnosis.right_without_recompute(small.model, small.strategy, call, spread):
         mend = "right, and checked, with memory.recompute: none"
-    elif rules := advice.rules_that_pass(small.model, small.strategy, small.plan, call, spread):
+    elif rules := diagnosis.rules_that_pass(small.model, small.strategy, small.plan, call, spread):
         written = ", ".join(f"{pattern}: {rule}" for pattern, rule in rules.items())
         mend = f"right, and checked, with strategy.rules: {{{written}}}"
     else:
-        axes = list(advice.without_axes(small.model, small.strategy, call, spread))
+        axes = list(diagnosis.without_axes(small.model, small.strategy, call, spread))
         mend = (
             f"right, and checked, without axes.{axes[0]}"
             if axes

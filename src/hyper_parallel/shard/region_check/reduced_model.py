@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.graph.alike_layers import kinds
+from hyper_parallel.graph.likeness import kinds
 from hyper_parallel.shard.lora_adapters import is_adapted, without_adapters
 from hyper_parallel.shard.model_structure import computed_attributes, layers_of
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.shard.rules import is_transformers, matching
 from hyper_parallel.strategy import EXPERT_SPANS, Strategy
-from hyper_parallel.strategy.expert_balance import ExpertBalance
+from hyper_parallel.strategy.strategy import ExpertBalance
 
 SMALL = 4 << 20
 """Parameters of a copy that is run at its own widths."""

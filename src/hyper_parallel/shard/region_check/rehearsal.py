@@ -18,9 +18,8 @@ from hyper_parallel.errors import HyperParallelError, StrategyError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.region_check import result_cache
 from hyper_parallel.shard.region_check.check import SKIP, agreed_verdict, checks, quiet
-from hyper_parallel.shard.region_check.outcome import COARSE, Outcome, Spread, worst
+from hyper_parallel.shard.region_check.outcome import COARSE, Outcome, SeenCall, Spread, worst
 from hyper_parallel.shard.region_check.reduced_model import SMALL, copy_of_module, fill
-from hyper_parallel.shard.region_check.sample_inputs import SeenCall
 from hyper_parallel.shard.sharded_model import ROW_AXES, ShardedModel, sharded
 from hyper_parallel.strategy import Strategy
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.graph.alike_layers import signature
+from hyper_parallel.graph.likeness import signature
 from hyper_parallel.shard.lora_adapters import without_adapters
-from hyper_parallel.shard.region_check.sample_inputs import SampleCall
+from hyper_parallel.shard.region_check.outcome import SampleCall
 from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.strategy import Strategy
 

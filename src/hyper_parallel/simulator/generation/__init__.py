@@ -3,8 +3,14 @@
 `shape_pass.of_shape` gives a `PassModel` from a model's dimensions; `estimate.generate_capture` gives it from its code.
 """
 
-from hyper_parallel.simulator.generation.pass_load import PassLoad, Piece
-from hyper_parallel.simulator.generation.pass_model import AttentionSizes, Layer, PassModel, PassOp
+from hyper_parallel.simulator.generation.pass_model import (
+    AttentionSizes,
+    Layer,
+    PassLoad,
+    PassModel,
+    PassOp,
+    Piece,
+)
 from hyper_parallel.simulator.generation.tier_split import Footprint, TierSplit, footprint
 
 __all__ = [

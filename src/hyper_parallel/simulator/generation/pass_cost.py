@@ -19,12 +19,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.simulator.generation.pass_load import PassLoad, works
-from hyper_parallel.simulator.generation.pass_model import Layer, PassModel, PassOp
+from hyper_parallel.cluster.collective_cost import distinct_experts
+from hyper_parallel.simulator.generation.pass_model import Layer, PassLoad, PassModel, PassOp, works
 from hyper_parallel.simulator.generation.tier_split import BUFFERS, TierSplit
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.trace import Op
-from hyper_parallel.workload.expert_choice import distinct_experts
 from hyper_parallel.workload.work import Work
 
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyper_parallel.simulator.generation.pass_cost import PassPricer
-from hyper_parallel.simulator.generation.pass_load import PassLoad, works
-from hyper_parallel.simulator.generation.pass_model import Layer, PassOp
+from hyper_parallel.simulator.generation.pass_model import Layer, PassLoad, PassOp, works
 from hyper_parallel.simulator.generation.tier_split import BUFFERS
 from hyper_parallel.simulator.simulate import simulate
 from hyper_parallel.trace import Op, Timeline, Trace

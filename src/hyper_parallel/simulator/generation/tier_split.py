@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hyper_parallel.config.generation_workload import GenerationWorkload
+from hyper_parallel.config.inference import GenerationWorkload
 from hyper_parallel.simulator.generation.pass_model import Layer, PassModel
 
 BUFFERS = 2

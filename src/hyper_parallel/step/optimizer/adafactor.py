@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from hyper_parallel.config.optimizer import AdafactorConfig
+from hyper_parallel.config.train import AdafactorConfig
 from hyper_parallel.layout import Layout
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.step.optimizer.per_parameter import Held, PerParameter, Shape, move, wide

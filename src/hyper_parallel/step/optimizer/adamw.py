@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.checkpoint import Piece
-from hyper_parallel.compat.foreach_kernels import adamw_
-from hyper_parallel.compat.paged_out_parameters import present
-from hyper_parallel.config.optimizer import AdamWConfig
+from hyper_parallel.compat.kernels import adamw_
+from hyper_parallel.compat.memory import present
+from hyper_parallel.config.train import AdamWConfig
 from hyper_parallel.shard import ShardedParameter
-from hyper_parallel.step.optimizer.state_tensors import zeros
+from hyper_parallel.step.optimizer.interface import zeros
 
 
 @dataclass

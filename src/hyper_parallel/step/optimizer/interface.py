@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hyper_parallel.checkpoint import Piece
+from hyper_parallel.compat.memory import filled, hollow
 
 
 class Optimizer(Protocol):
@@ -47,3 +49,18 @@ class Optimizer(Protocol):
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` gave; the tensors have been read into `pieces` before."""
         ...
+
+
+def zeros(
+    name: str,
+    like: Tensor,
+    shape: tuple[int, ...] | torch.Size | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A tensor of the state, by its name there: zeros on the device of `like`, and of its shape and dtype unless others
+    are given."""
+    shape, dtype = like.shape if shape is None else shape, like.dtype if dtype is None else dtype
+    same = shape == like.shape and dtype == like.dtype
+    made = hollow(torch.empty_like(like) if same else like.new_empty(shape, dtype=dtype))
+    with filled(name, made):
+        return made.zero_()

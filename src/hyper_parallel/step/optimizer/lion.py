@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.config.optimizer import LionConfig
+from hyper_parallel.config.train import LionConfig
 from hyper_parallel.shard import ShardedParameter
 from hyper_parallel.step.optimizer.per_parameter import Held, PerParameter, Shape, move, wide
 

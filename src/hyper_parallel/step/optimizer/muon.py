@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.checkpoint import Piece
-from hyper_parallel.config.optimizer import MuonConfig
+from hyper_parallel.config.train import MuonConfig
 from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
 from hyper_parallel.shard.model_structure import dim_of_features, fused_parts, heads_of, text_config
 from hyper_parallel.step.optimizer.adamw import AdamW
-from hyper_parallel.step.optimizer.newton_schulz import orthogonalise
-from hyper_parallel.step.optimizer.state_tensors import zeros
+from hyper_parallel.step.optimizer.interface import zeros
 
 
 @dataclass(frozen=True)
@@ -147,3 +146,30 @@ class Muon:
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back AdamW's state; Muon has none but its momentum."""
         self._others.load_state(state["adamw"])
+
+
+# The Newton–Schulz iteration that makes a matrix nearly orthogonal (Jordan et al. 2024, "Muon").
+#
+#     X₀ = G / ‖G‖
+#     A = Xᵢ Xᵢᵀ,  Xᵢ₊₁ = a Xᵢ + (b A + c A²) Xᵢ        (a, b, c) = (3.4445, −4.7750, 2.0315)
+#
+# The quintic's coefficients are the reference's, chosen for the steepest slope at 0: after five iterations the
+# singular values lie between about 0.7 and 1.2, not at 1. It is computed in fp32, where the reference takes
+# bf16: a matrix gathered from shards then gives the same update on any strategy.
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalise(matrix_MN: Tensor, steps: int) -> Tensor:
+    """About U Vᵀ of the singular value decomposition U Σ Vᵀ of [M, N]; fp32 of the same shape. A zero stays zero."""
+    a, b, c = COEFFICIENTS
+    x: Tensor = matrix_MN.float()
+    # The shorter side first: the products are then of the smaller Gram matrix.
+    transposed = x.size(0) > x.size(1)
+    if transposed:
+        x = x.mT
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if transposed else x

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.checkpoint import Piece
-from hyper_parallel.compat.paged_out_parameters import present
+from hyper_parallel.compat.memory import present
 from hyper_parallel.layout import Layout
 from hyper_parallel.shard import ShardedParameter
-from hyper_parallel.step.optimizer.state_tensors import zeros
+from hyper_parallel.step.optimizer.interface import zeros
 
 
 @dataclass(frozen=True)

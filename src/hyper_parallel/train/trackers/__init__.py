@@ -1,8 +1,7 @@
 """Where metrics go: `metrics.jsonl` always, and the trackers that the run file names. Only rank 0 writes."""
 
 from hyper_parallel.train.trackers.build import build_trackers, register_tracker
-from hyper_parallel.train.trackers.jsonl import MetricsFile, RecordFile
-from hyper_parallel.train.trackers.tracker import Record, RunInfo, Tracker, Trackers
+from hyper_parallel.train.trackers.jsonl import MetricsFile, Record, RecordFile, RunInfo, Tracker, Trackers
 
 __all__ = [
     "MetricsFile",

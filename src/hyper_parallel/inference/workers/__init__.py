@@ -1,1 +1,0 @@
-"""Generation on several workers: context-parallel passes, and requests split over replicas."""

@@ -1,0 +1,383 @@
+"""Protocol between a controller and its groups of workers: calls, futures, messages, and a worker's loop. No torch.
+
+A group is a set of worker processes with their own default process group. A call sends each of them a list of
+instructions; a worker executes its list in order on its host object and answers once, with a result for each
+instruction. A group executes one call after another, in the order of the calls; groups run at the same time.
+
+Every call has a deadline, at which its future ends with an error that names what did not answer. After a worker of a
+group has died, crashed or missed a deadline, the group's workers are killed, and its calls fail until `restart`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import io
+import logging
+import pickle
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from hyper_parallel import errors
+from hyper_parallel.config.launch import RoleLaunch
+from hyper_parallel.errors import GroupError, HyperParallelError, LaunchError, nearest
+from hyper_parallel.launch.failure import Failure
+from hyper_parallel.launch.heartbeat import pulse
+from hyper_parallel.launch.worker import Worker, find_target
+
+_LATE_S = 30.0
+"""Seconds after a deadline at which a wait ends although the engine said nothing: a defect, but no hang."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operation: the name of a method of the host object, and its keyword arguments as plain picklable data."""
+
+    operation: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Future:
+    """The answer to a call, once it has arrived. Safe to use from several threads."""
+
+    def __init__(self, described: str, deadline: float) -> None:
+        """`described`: the call, for messages. `deadline`: on the monotonic clock."""
+        self.described, self._deadline = described, deadline
+        self._inner: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
+
+    def done(self) -> bool:
+        """Whether `result` returns, or raises, at once."""
+        return self._inner.done()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, at most `timeout_s` seconds (None: until its deadline); whether it is done."""
+        wait_any([self], timeout_s)
+        return self.done()
+
+    def result(self) -> list[Any]:
+        """For each rank the results of its instructions, in order. Waits until the call's deadline at most.
+
+        Raises the HyperParallelError that an operation raised, with the group, rank, operation and step in front of
+        its text; GroupError when a worker died, crashed or did not answer in time, or did so before.
+        """
+        if not self.wait():
+            raise GroupError(f"{self.described}: the engine did not end the call at its deadline (a defect)")
+        return self._inner.result()
+
+    def finish(self, answer: list[Any] | BaseException) -> None:
+        """The engine's side: the call has ended. A second end is ignored."""
+        if self._inner.done():
+            return
+        if isinstance(answer, BaseException):
+            self._inner.set_exception(answer)
+        else:
+            self._inner.set_result(answer)
+
+
+def wait_any(futures: Iterable[Future], timeout_s: float | None = None) -> list[Future]:
+    """Those of `futures` that are done, as soon as one is, and after `timeout_s` seconds at the latest (None: after the
+    latest deadline). They keep their order; the list is empty if none is done.
+    """
+    waited = list(futures)
+    if not waited:
+        return []
+    if timeout_s is None:
+        timeout_s = max(one._deadline for one in waited) + _LATE_S - time.monotonic()
+    inner = [one._inner for one in waited]
+    while not any(one.done() for one in waited) and timeout_s > 0:
+        # In slices: time in which this process was suspended is not counted, as the engine does not count it.
+        concurrent.futures.wait(inner, min(timeout_s, 1.0), concurrent.futures.FIRST_COMPLETED)
+        timeout_s -= 1.0
+    return [one for one in waited if one.done()]
+
+
+class Group(Protocol):
+    """Workers with one default process group. Its methods may be called from several threads."""
+
+    @property
+    def name(self) -> str:
+        """Of the config."""
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+
+    @property
+    def ready(self) -> Future:
+        """Done when all workers have made their host object, or could not; its result says nothing."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can succeed: all workers are there, and none has failed its group. Also while it starts."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty until the processes are there."""
+
+    def call(self, instructions: Sequence[Instruction], *, timeout_s: float, what: str = "") -> Future:
+        """Send every rank the same list. Returns at once; calls wait for their turn in the group's queue.
+
+        `timeout_s`: seconds from now, that wait included, after which the future ends. `what`: the step, for messages.
+        """
+
+    def call_each(
+        self, instructions: Sequence[Sequence[Instruction]], *, timeout_s: float, what: str = ""
+    ) -> Future:
+        """`call` with a list for each rank, in their order. Lists may differ in length."""
+
+    def kill(self) -> None:
+        """Kill the workers; calls that are open fail. The group can be restarted."""
+
+    def restart(self, *, timeout_s: float) -> Future:
+        """Kill what is left and start anew with the same config: new processes, a new process group, new host objects.
+
+        Returns the new `ready`, which ends within `timeout_s` seconds.
+        """
+
+
+class Engine(Protocol):
+    """Starts groups. A context manager: no worker outlives it, nor the process that made it."""
+
+    def start(self, config: RoleLaunch, *, timeout_s: float) -> Group:
+        """Start a group; returns before its workers are there, so that groups start at the same time.
+
+        `timeout_s`: seconds until all of its host objects must have been made. Raises LaunchError when it cannot be
+        started; what fails later is raised by `Group.ready`.
+        """
+
+    def close(self) -> None:
+        """End all workers; a second call does nothing."""
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+# Messages between a worker of a group and its engine, and their framing on a socket.
+#
+# A message is a pickled tuple behind its length (8 bytes, little endian). To the worker:
+#
+#     ("call", number, list)               execute a list: pairs of an operation and its keyword arguments, pickled
+#     ("end",)                             leave
+#
+# From the worker; each carries the number of its call, so that an answer is never taken for that of another call:
+#
+#     ("at", number, place)                begins the instruction at this place in its list
+#     ("done", number, results)            the answer, pickled; call 0 is the making of the host object
+#     ("failed", number, place, report)    the list ended there; `WorkerReport`
+#
+# The socket is private to the two processes: it is inherited, has no address, and no other process can reach it.
+
+_HEAD = 8
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerReport:
+    """A failed instruction."""
+
+    failure: Failure
+    error_class: str
+    """The class of `hyper_parallel.errors` to raise in the controller."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> WorkerReport:
+        """Of an exception that was just caught."""
+        return cls(failure=Failure.of(rank, error), error_class=error_class(error))
+
+
+def error_class(error: BaseException) -> str:
+    """The name of the most specific class of `hyper_parallel.errors` that the error is and a text alone can make."""
+    for found in type(error).__mro__:
+        if found.__module__ == errors.__name__ and found is not errors.WorkersFailedError:
+            return found.__name__
+    return HyperParallelError.__name__
+
+
+class _Plain(pickle.Pickler):
+    """Refuses what would make the controller import torch."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = value if isinstance(value, type) else type(value)
+        if kind.__module__.partition(".")[0] == "torch":
+            raise LaunchError(
+                f"a worker's result holds a {kind.__module__}.{kind.__qualname__}, and a controller has no torch; "
+                "return plain data, for instance with tolist()"
+            )
+        return NotImplemented
+
+
+def plain(data: Any) -> bytes:
+    """Data of a list or an answer, pickled. Raises LaunchError for a tensor, and what pickle raises."""
+    file = io.BytesIO()
+    _Plain(file, protocol=pickle.HIGHEST_PROTOCOL).dump(data)
+    return file.getvalue()
+
+
+def packed(message: tuple[Any, ...]) -> bytes:
+    """A message as it is sent."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(body).to_bytes(_HEAD, "little") + body
+
+
+class WorkerEnd:
+    """The worker's end: it waits."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Raises OSError when the engine has gone."""
+        self._end.sendall(packed(message))
+
+    def receive(self) -> tuple[Any, ...] | None:
+        """The next message; None when the engine has gone."""
+        head = self._exactly(_HEAD)
+        body = self._exactly(int.from_bytes(head, "little")) if head is not None else None
+        return None if body is None else pickle.loads(body)
+
+    def _exactly(self, size: int) -> bytearray | None:
+        held = bytearray(size)
+        view, got = memoryview(held), 0
+        while got < size:
+            try:
+                more = self._end.recv_into(view[got:])
+            except ConnectionError:
+                return None
+            if not more:
+                return None
+            got += more
+        return held
+
+
+class EngineEnd:
+    """The engine's end: it never waits, since a worker that is stopped neither reads nor writes."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        end.setblocking(False)
+        self._out: deque[memoryview] = deque()
+        self._in = bytearray()
+        self.open = True
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._end.fileno()
+
+    @property
+    def writes(self) -> bool:
+        """Whether something is left to be sent."""
+        return self.open and bool(self._out)
+
+    def put(self, message: bytes) -> None:
+        """Send a packed message as far as the worker takes it; `flush` sends the rest."""
+        self._out.append(memoryview(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send more of what is left."""
+        try:
+            while self.open and self._out:
+                sent = self._end.send(self._out[0][:_CHUNK])
+                self._out[0] = self._out[0][sent:]
+                if not self._out[0]:
+                    self._out.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._out.clear()  # the worker has gone; reading says so
+
+    def receive(self) -> list[tuple[Any, ...]]:
+        """The messages that are complete now; `open` is False once the worker has gone."""
+        try:
+            while self.open:
+                more = self._end.recv(_CHUNK)
+                if not more:
+                    self.open = False
+                self._in += more
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.open = False
+        found: list[tuple[Any, ...]] = []
+        begin = 0
+        while len(self._in) - begin >= _HEAD:
+            end = begin + _HEAD + int.from_bytes(self._in[begin : begin + _HEAD], "little")
+            if len(self._in) < end:
+                break
+            found.append(pickle.loads(memoryview(self._in)[begin + _HEAD : end]))
+            begin = end
+        del self._in[:begin]
+        return found
+
+    def close(self) -> None:
+        """Nothing more is sent or received."""
+        self.open = False
+        self._end.close()
+
+
+log = logging.getLogger(__name__)
+
+TARGET = f"{__name__}:serve"
+
+
+def serve(config: RoleLaunch, worker: Worker) -> None:
+    """The target of a group's workers: serve until the controller ends them.
+
+    Raises what making the host object raises. An instruction that raises ends its list, not the worker.
+    """
+    if worker.calls is None:
+        raise LaunchError(
+            f"{TARGET} serves a controller; start it by an engine of hyper_parallel.launch.roles"
+        )
+    end = WorkerEnd(worker.calls)
+    try:
+        with pulse.operation("making the host object"):
+            host = find_target(config.host)(config, worker)
+    except Exception as error:
+        end.send(("failed", 0, 0, WorkerReport.of(worker.rank, error)))
+        raise
+    with contextlib.suppress(OSError):  # the engine has gone
+        end.send(("done", 0, plain([])))
+        while (message := end.receive()) is not None and message[0] == "call":
+            number = message[1]
+            end.send(answer(host, worker.rank, number, message[2], partial(_report_place, end, number)))
+    leave = getattr(host, "close", None)
+    if callable(leave):
+        leave()
+
+
+def _report_place(end: WorkerEnd, number: int, place: int) -> None:
+    end.send(("at", number, place))
+
+
+def answer(host: object, rank: int, number: int, sent: bytes, at: Callable[[int], None]) -> tuple[Any, ...]:
+    """Execute a list, as it was sent, and return the message that answers it. `at` is called as each one begins."""
+    results: list[Any] = []
+    place = 0
+    try:
+        for place, (operation, arguments) in enumerate(pickle.loads(sent)):
+            at(place)
+            with pulse.operation(operation, patient=False):
+                results.append(method(host, operation)(**arguments))
+        return ("done", number, plain(results))
+    except Exception as error:
+        log.exception("instruction %d failed", place + 1)
+        return ("failed", number, place, WorkerReport.of(rank, error))
+
+
+def method(host: object, operation: str) -> Any:
+    """The method of this name. Raises LaunchError when the host object has none, with the nearest name."""
+    found = None if operation.startswith("_") else getattr(host, operation, None)
+    if not callable(found):
+        known = [name for name in dir(host) if not name.startswith("_") and callable(getattr(host, name))]
+        raise LaunchError(
+            f"{type(host).__name__} has no operation {operation!r}"
+            + (nearest(operation, known) or f"; it has {', '.join(known)}")
+        )
+    return found

@@ -1,1 +1,0 @@
-"""Environments: tasks, and what answers to a policy's answers, in one turn or several with tools."""

@@ -1,1 +1,0 @@
-"""`roles: auto`: the devices of a run's roles, chosen from times that are measured on them before the first step."""

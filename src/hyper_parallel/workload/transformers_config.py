@@ -1,0 +1,350 @@
+"""Transformers configs and shapes: a config as a Shape, and a Shape as the plainest config that has its parts.
+
+For fields that a config leaves out, the defaults of its family's class apply: whether an MLP has a gate, whether the
+head is tied, which layers have a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from hyper_parallel.errors import ConfigError
+from hyper_parallel.workload import hybrids
+from hyper_parallel.workload.mixers import LayerMix
+from hyper_parallel.workload.published import CONFIGS
+from hyper_parallel.workload.shape import Latent, Shape
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
+_HEAD_DIM = ("head_dim", "kv_channels")
+_FFN = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+_VOCABULARY = ("vocab_size", "padded_vocab_size")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+_WITHOUT_GATES = frozenset(
+    (
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "gpt_bigcode",
+        "bloom",
+        "opt",
+        "mpt",
+        "phi",
+        "falcon",
+        "starcoder2",
+    )
+) | {"nemotron", "nemotron_h", "persimmon", "biogpt"}
+"""Families whose MLPs have two matrix products; their default width is four times the hidden size."""
+
+_BIASED_EXPERTS = frozenset({"gpt_oss"})
+"""Families whose routed experts have biases, whatever their configs say."""
+_TIED = frozenset(
+    ("gpt2", "gpt_bigcode", "bloom", "mpt", "opt", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")
+)
+"""Families that tie head and embedding by default."""
+
+_WINDOWED = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
+"""Families in which every n-th layer has no window, if a config does not list these layers."""
+
+
+def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
+    """The shape that a config describes; see `Shape.of_config`."""
+    name = name or str(config.get("_name_or_path") or config.get("model_type") or "")
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        # A vision-language model: its language model is planned.
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
+    family = str(config.get("model_type", ""))
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"the model {name!r} has an encoder and a decoder; give a decoder alone")
+    layers = _find(config, *_LAYERS) or len(hybrids.kinds(config, 0)) or _need(config, name, *_LAYERS)
+    hidden = _need(config, name, *_HIDDEN)
+    mix = hybrids.layer_mix(config, name, layers, hidden)
+    # Models of mixers alone have no heads: their attention is that of no layer.
+    heads = _need(config, name, *_HEADS) if mix is None or mix.attending else 1
+    latent = _latent(config, name)
+    size = latent.plain + latent.rotary if latent else _find(config, *_HEAD_DIM)
+    gated = family not in _WITHOUT_GATES
+    experts = _experts(config, name, layers, mix)
+    window, windowed = _windows(config, family, layers)
+    tied = config.get("tie_word_embeddings")
+    shape = Shape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=(_find(config, *_KV_HEADS) or heads) if heads > 1 else 1,
+        head_dim=size or hidden // heads,
+        ffn=_features(config, name, family, hidden, gated, bool(experts), mix),
+        gated=gated,
+        vocabulary=_need(config, name, *_VOCABULARY),
+        tied=family in _TIED if tied is None else bool(tied),
+        latent=latent,
+        window=window,
+        windowed=windowed,
+        positions=_find(config, *_POSITIONS),
+        gate=hybrids.gate_columns(family, heads, size or hidden // heads),
+        expert_hidden=_find(config, "moe_latent_size") if experts else 0,
+        expert_bias=bool(experts) and family in _BIASED_EXPERTS,
+        mix=mix,
+        source=f"the config of {name}",
+        **experts,
+    )
+    return shape if mix is None else _with_vectors(shape, config, family)
+
+
+def _with_vectors(shape: Shape, config: Mapping[str, Any], family: str) -> Shape:
+    """With the biases and norms of heads that configs of other mixers state."""
+    attention = hybrids.attention_vectors(config, family, shape.heads, shape.kv_heads, shape.head_dim)
+    dense = hybrids.mlp_vectors(config, family, shape.hidden, shape.ffn, shape.gated)
+    vectors = shape.attention_layers * attention
+    vectors += (shape.mlp_layers - shape.expert_layers) * dense
+    vectors += shape.expert_layers * hybrids.expert_vectors(config, family, shape.hidden)
+    return replace(shape, vectors=vectors)
+
+
+def _features(
+    config: Mapping[str, Any],
+    name: str,
+    family: str,
+    hidden: int,
+    gated: bool,
+    experts: bool,
+    mix: LayerMix | None,
+) -> int:
+    """Features of an MLP without experts; 0 where no layer has one."""
+    if mix is not None and not mix.feeding:
+        return 0
+    found = _find(config, *_FFN)
+    if not experts and (shared := _find(config, "shared_intermediate_size")):
+        # The MLP of a family that may have experts beside it.
+        return shared
+    if config.get("block_auto_adjust_ff_dim"):
+        found = int(2 * found / 3 * (config.get("block_ffn_dim_multiplier") or 1.0))
+        multiple = _find(config, "block_multiple_of") or 1
+        found = -(-found // multiple) * multiple
+    if family == "recurrent_gemma":
+        # It writes the features of gate and product together.
+        return found // 2
+    if experts and mix is not None:
+        return found or _find(config, "moe_intermediate_size")
+    return found or (4 * hidden if not gated else _need(config, name, *_FFN))
+
+
+def _latent(config: Mapping[str, Any], name: str) -> Latent | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    return Latent(
+        query_rank=_find(config, "q_lora_rank"),
+        key_rank=_need(config, name, "kv_lora_rank"),
+        plain=_need(config, name, "qk_nope_head_dim"),
+        rotary=_need(config, name, "qk_rope_head_dim"),
+        value=_need(config, name, "v_head_dim"),
+    )
+
+
+def _experts(config: Mapping[str, Any], name: str, layers: int, mix: LayerMix | None) -> dict[str, int]:
+    """The fields of a Shape that describe experts."""
+    experts = _find(config, *_EXPERTS)
+    kinds = hybrids.kinds(config, layers)
+    blocks = mix is not None and mix.feeding < layers
+    if experts < 2 or (blocks and not any(kind in ("moe", "E") for kind in kinds)):
+        return {}
+    features = _find(config, "moe_intermediate_size", "expert_intermediate_size")
+    features = features or _need(config, name, *_FFN)
+    shared = _find(
+        config,
+        "moe_shared_expert_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    )
+    return {
+        "experts": experts,
+        "chosen": _need(config, name, *_CHOSEN),
+        "expert_ffn": features,
+        "shared_ffn": shared or features * _find(config, "n_shared_experts", "num_shared_experts"),
+        "dense_layers": sum(kind in ("mlp", "-") for kind in kinds) if blocks else _dense(config, layers),
+        **_groups(config),
+    }
+
+
+def _groups(config: Mapping[str, Any]) -> dict[str, int]:
+    """Groups of experts that a token's choice is limited to; one group limits nothing."""
+    groups, chosen = _find(config, "n_group"), _find(config, "topk_group")
+    return {"expert_groups": groups, "chosen_groups": chosen} if 0 < chosen < groups else {}
+
+
+def _dense(config: Mapping[str, Any], layers: int) -> int:
+    """The number of layers without experts: the first ones, or those that a list or a step excludes."""
+    if types := config.get("mlp_layer_types"):
+        return sum(kind == "dense" for kind in types)
+    for key in ("first_k_dense_replace", "num_dense_layers"):
+        if config.get(key) is not None:
+            return min(int(config[key]), layers)
+    if period := config.get("expert_layer_period"):
+        offset = config.get("expert_layer_offset", 0)
+        return sum(layer % period != offset for layer in range(layers))
+    step, without = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
+    return sum(layer in without or (layer + 1) % step != 0 for layer in range(layers))
+
+
+def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, float]:
+    """Tokens of a window, and the share of the layers that have it."""
+    window = _find(config, "sliding_window", "attention_chunk_size", "attention_window_size")
+    if not window or config.get("use_sliding_window") is False:
+        return 0, 0.0
+    if types := config.get("layer_types"):
+        attending = [
+            kind for kind in types if kind in ("full_attention", "sliding_attention", "chunked_attention")
+        ]
+        share = sum(kind != "full_attention" for kind in attending) / max(1, len(attending))
+    elif every := config.get("sliding_window_pattern") or _WINDOWED.get(family):
+        share = 1 - layers // int(every) / layers
+    elif config.get("use_sliding_window"):
+        share = max(0, layers - int(config.get("max_window_layers") or 0)) / layers
+    else:
+        share = 1.0
+    return (window, share) if share else (0, 0.0)
+
+
+def _find(config: Mapping[str, Any], *keys: str) -> int:
+    """The value of the first key that the config has; 0 if it has none."""
+    return next((int(config[key]) for key in keys if config.get(key)), 0)
+
+
+def _need(config: Mapping[str, Any], name: str, *keys: str) -> int:
+    found = _find(config, *keys)
+    if not found:
+        raise ConfigError(
+            f"the config of {name or 'the model'!r} has no {keys[0]}, which its shape needs; give it, or another name "
+            "of it that Transformers uses"
+        )
+    return found
+
+
+# Converts a Shape to a Transformers config.
+#
+# A shape does not describe norms, biases or positions, so that the plainest family with its parts is chosen:
+# `deepseek_v3` for latent attention, `glm4_moe` for shared experts or dense layers among experts, `mixtral` for other
+# experts, `gpt_oss` where some of their layers have a window, `qwen3` where some layers without experts have one,
+# `mistral` where all have, the published config of a model with other token mixers, `gpt2` or `nemotron` for an MLP
+# without a gate, else `llama`.
+
+POSITIONS = 131072
+"""Maximum positions for a shape that does not state them, so that no sequence is too long."""
+
+
+def to_config(shape: Shape, sequence: int = 0) -> dict[str, Any]:
+    """The config, with positions for at least `sequence` tokens.
+
+    Raises ConfigError for a shape with other token mixers that is not a published model's.
+    """
+    positions = max(shape.positions or POSITIONS, sequence)
+    if shape.mix is not None:
+        if shape.name not in CONFIGS:
+            raise ConfigError(
+                f"the dimensions of {shape.name or 'the model'!r} do not say which of its layers mix tokens without "
+                "attention; give its config.json"
+            )
+        return {**CONFIGS[shape.name][1], "max_position_embeddings": positions}
+    if not shape.gated and not shape.experts and shape.kv_heads == shape.heads:
+        return {
+            "model_type": "gpt2",
+            "vocab_size": shape.vocabulary,
+            "n_embd": shape.hidden,
+            "n_inner": shape.ffn,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_positions": positions,
+            "tie_word_embeddings": shape.tied,
+        }
+    config: dict[str, Any] = {
+        "model_type": "llama" if shape.gated else "nemotron",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": shape.tied,
+    }
+    if shape.latent is not None:
+        return config | _latent_fields(shape)
+    config["head_dim"] = shape.head_dim
+    if shape.experts:
+        return config | _expert_fields(shape)
+    if shape.windowed:
+        return config | _window_fields(shape)
+    return config
+
+
+def _latent_fields(shape: Shape) -> dict[str, Any]:
+    assert shape.latent is not None
+    latent = shape.latent
+    return {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.key_rank,
+        "qk_nope_head_dim": latent.plain,
+        "qk_rope_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        **_routed_fields(shape),
+        **_group_fields(shape),
+    }
+
+
+def _expert_fields(shape: Shape) -> dict[str, Any]:
+    if shape.shared_ffn or shape.dense_layers:
+        return {"model_type": "glm4_moe", **_routed_fields(shape), **_group_fields(shape)}
+    some = 0 < shape.windowed < 1
+    return {
+        "model_type": "gpt_oss" if some else "mixtral",
+        "intermediate_size": shape.expert_ffn,
+        "num_local_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "sliding_window": shape.window if shape.windowed else None,
+        **({"layer_types": _layer_types(shape)} if some else {}),
+    }
+
+
+def _group_fields(shape: Shape) -> dict[str, Any]:
+    return {"n_group": max(1, shape.expert_groups), "topk_group": max(1, shape.chosen_groups)}
+
+
+def _routed_fields(shape: Shape) -> dict[str, Any]:
+    if not shape.experts:
+        return {"first_k_dense_replace": shape.layers}
+    return {
+        "moe_intermediate_size": shape.expert_ffn,
+        "n_routed_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "n_shared_experts": max(1, round(shape.shared_ffn / shape.expert_ffn)) if shape.shared_ffn else 0,
+        "first_k_dense_replace": shape.dense_layers,
+    }
+
+
+def _window_fields(shape: Shape) -> dict[str, Any]:
+    if shape.windowed == 1:
+        return {"model_type": "mistral", "sliding_window": shape.window}
+    return {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": shape.window,
+        "layer_types": _layer_types(shape),
+    }
+
+
+def _layer_types(shape: Shape) -> list[str]:
+    """The windowed layers: the shape's share of the layers, distributed evenly."""
+    whole = [int(layer * shape.windowed + 1e-9) for layer in range(shape.layers + 1)]
+    return ["sliding_attention" if after > before else "full_attention" for before, after in pairwise(whole)]
