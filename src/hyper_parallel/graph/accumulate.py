@@ -47,7 +47,7 @@ def changed_input(
 #     last      what runs once a step at its end: reductions, norm, clipping, the update
 #
 # in the order of the captured step. Gradients, the loss and counts are added to `totals`, each as soon as it is
-# computed; what runs once a step uses the sums. `graph.accumulate` runs the loop, `graph.expand` writes it out.
+# computed; what runs once a step uses the sums. `execute` runs the loop, `expand` writes it out.
 
 When = Literal["first", "each", "last"]
 """The micro-batches in which a node runs."""

@@ -183,7 +183,7 @@ class StepGraph:
     """One rank's step: a flat graph of ATen operators, in the order in which they run.
 
     Every node's `meta` has: "value", a `Value` or a nested tuple or list of them, absent for numbers;
-    "region" (`graph.step_context`); "module", the name of the module whose forward or backward it is part of; "recomputed".
+    "region" (`step_context`); "module", the name of the module whose forward or backward it is part of; "recomputed".
     What it does to memory, `memory_effects` tells; a target that is no operator says in "writes" which storages it
     changes. "when" is set where the graph is the body of a loop (`graph.accumulate`).
     """

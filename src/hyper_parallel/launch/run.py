@@ -55,7 +55,7 @@ REPEAT_S = 0.3
 
 
 def run_local(config: Launched, target: str) -> int:
-    """Start this machine's share of the workers and supervise them; returns the exit code (see `launch.run`).
+    """Start this machine's share of the workers and supervise them; returns the exit code.
 
     Raises LaunchError when they cannot be started.
     """

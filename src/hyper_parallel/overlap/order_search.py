@@ -235,7 +235,7 @@ def _layer_seconds(jobs: Jobs) -> float:
 
 # The overlap pass: the order of collectives is searched, and the best is applied.
 #
-# The search (`overlap.order_search`) runs on a short step with few of the layers, where the step has one
+# The search runs on a short step with few of the layers, where the step has one
 # (`StepGraph.short`): what is best for a few layers that are alike is best for many. What is left is made of the whole
 # step and simulated with it: it must fit, and pay. A rewrite that does not pay is not made.
 

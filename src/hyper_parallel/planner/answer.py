@@ -249,7 +249,7 @@ def _count(number: int) -> str:
 
 # The planner's answer in ten lines: what to run, how long a step takes, whether it fits, what ties, what binds.
 #
-# `planner.answer` has everything else: the other strategies, and where time and memory go.
+# The long answer has everything else: the other strategies, and where time and memory go.
 
 
 def verdict(one: PrintedAnswer) -> str:

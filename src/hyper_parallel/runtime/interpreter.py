@@ -1,6 +1,6 @@
 """Interprets a Program on one rank: runs its group's instruction list over the micro-batches of a step.
 
-The order is that of `runtime.interpreter`; a stage's tasks are run by its `StageRunner`, from a graph of the stage
+The order is that of the instruction list; a stage's tasks are run by its `StageRunner`, from a graph of the stage
 alone.
 """
 
@@ -37,7 +37,7 @@ from hyper_parallel.runtime.stage_runner import StageRunner, Turns, ended, toget
 
 # Runs the instruction list of a device group in order, whatever its values are.
 #
-# With tensors as values it runs a step (`runtime.interpreter`); with nodes of a graph it writes the step out as one
+# With tensors as values it runs a step (`Interpreter`); with nodes of a graph it writes the step out as one
 # graph (`runtime.rank_graph`), which then computes the same in the same order.
 #
 # `Run` resumes a stage's task, `Recv` posts, `Send` begins, and `Wait` ends a transfer (`program.program` says

@@ -2,8 +2,8 @@
 
 Between two tasks of a micro-batch the generator holds what the forward pass has saved, and frees it as the backward
 pass uses it. Two tasks run as a pair by taking turns: a generator stops before each wait for a collective, and the
-other one goes on (`runtime.stage_runner`). Gradients of weights are added up in the order in which micro-batches arrive here,
-each as soon as it is computed, so that those of a whole stage are in memory once.
+other one goes on. Gradients of weights are added up in the order in which micro-batches arrive here, each as soon as it
+is computed, so that those of a whole stage are in memory once.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Trace:
         return self._sizes[name]
 
     def check(self) -> None:
-        """Raise TraceError if the trace cannot run: see `trace.trace`."""
+        """Raise TraceError if the trace cannot run: structure, storages, collectives that do not match."""
         check(self)
 
     @property

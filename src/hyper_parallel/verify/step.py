@@ -181,7 +181,7 @@ def run_pipeline_step(
     update_from: Tensors | None = None,
 ) -> StepOutcome:
     """One step of a model with values on the rows `whole`; gradients and values of the parameters that this rank's
-    stages hold. Arguments as of `verify.step.run_step`. A collective."""
+    stages hold. Arguments as of `run_step`. A collective."""
     handle = sharded(model)
     whole = {key: tensor.to(handle.device) for key, tensor in whole.items()}
     batch = pipeline_batch(model, config, whole)
@@ -228,7 +228,7 @@ def merged(outcomes: Iterable[StepOutcome]) -> StepOutcome:
 def pipeline_in_process(
     config: RunConfig, model: nn.Module, batch: Tensors, update_from: Tensors | None = None
 ) -> StepOutcome:
-    """The step of a model on the meta device, on the rows `batch`; arguments as of `verify.step.run_step`.
+    """The step of a model on the meta device, on the rows `batch`; arguments as of `run_step`.
 
     Raises what a run with this file would raise.
     """

@@ -189,8 +189,8 @@ class _BaseOutput:
 #
 # Both are taken over all ranks that see other tokens, so that neither the value nor its gradient depends on the axes.
 # f has no gradient; each rank's part is linear in its own probabilities. Whether a family adds the loss, and with what
-# coefficient, E and k, its own forward pass says (`shard.loss.auxiliary_loss`). A family whose function is another one (Doge)
-# has that one called, where one rank sees all tokens.
+# coefficient, E and k, its own forward pass says. A family whose function is another one (Doge) has that one called,
+# where one rank sees all tokens.
 
 
 @dataclass(eq=False)
