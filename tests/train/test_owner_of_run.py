@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_run import LLAMA, run_config
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.small_models import small_fields
 from hyper_parallel.cli.main import main
@@ -109,6 +110,10 @@ def test_rows_that_change_factors_are_refused_in_parts(tmp_path: Path) -> None:
 
 def test_rows_that_filling_changes_are_refused(tmp_path: Path) -> None:
     doge = {**LLAMA, "model_type": "doge", "is_moe": True, "num_experts": 16, "num_experts_per_tok": 3}
+    try:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**doge))(torch.zeros(1, 2, dtype=torch.long))
+    except TypeError as error:
+        pytest.skip(f"this release of Transformers cannot run its own model: {error}")
     for pack in (None, False, True):
         with pytest.raises(
             ConfigError, match=r"a document that has its own row, filled up to data\.sequence, depends"

@@ -29,6 +29,7 @@ from torch.distributed._local_tensor import (
 )
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack as function_modes
 
 from hyper_parallel.errors import SimulationError
 
@@ -179,10 +180,31 @@ def agreed(tensor: torch.Tensor) -> torch.Tensor:
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
-def uneven_products() -> AbstractContextManager[object]:
+_uneven_products = False
+"""Whether this process is inside of `uneven_products`, and PyTorch needs it."""
+
+
+@contextlib.contextmanager
+def uneven_products() -> Iterator[None]:
     """Inside, products are those of this module where this release of PyTorch does not have them. Called outside of
     local-tensor modes."""
-    return UnevenProducts() if _missing() else nullcontext()
+    global _uneven_products
+    if not _missing():
+        yield
+        return
+    _uneven_products = True
+    try:
+        with UnevenProducts():
+            yield
+    finally:
+        _uneven_products = False
+
+
+def uneven_products_again() -> AbstractContextManager[object]:
+    """For layers that are computed again in a backward pass, in which autograd has no function modes."""
+    if _uneven_products and not any(isinstance(mode, UnevenProducts) for mode in function_modes()):
+        return UnevenProducts()
+    return nullcontext()
 
 
 @functools.cache

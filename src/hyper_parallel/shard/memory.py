@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyper_parallel.compat.dispatch import mapped
+from hyper_parallel.compat.local_tensor import uneven_products_again
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph import Pass, Rewrite, StepGraph, layers, regather, selective
 from hyper_parallel.graph.operator_costs import is_expensive
@@ -63,7 +64,7 @@ def _recomputed(options: dict[str, Any], forward: Forward, *args: Any, **kwargs:
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         # The backward pass may run outside of what the forward pass ran in, and in another thread.
-        with context.installed():
+        with context.installed(), uneven_products_again():
             return forward(*args, **kwargs)
 
     return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
