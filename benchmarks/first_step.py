@@ -54,9 +54,9 @@ def measured(name: str, count: int, schedule: str, cache: Path) -> dict[str, Any
     from hyper_parallel.shard import parallelize, sharded
     from hyper_parallel.step.graph_cache import Graphs
     from hyper_parallel.step.graph_store import GraphStore
+    from hyper_parallel.step.lr_schedule import schedule as schedule_of
     from hyper_parallel.step.optimizer import build_optimizer
     from hyper_parallel.step.recipe import Recipe
-    from hyper_parallel.step.recipe import schedule as schedule_of
     from hyper_parallel.strategy import Strategy
 
     fields, declared = MODELS[name]

@@ -23,8 +23,9 @@ from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.graph_executor import GraphStepper
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe, schedule
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
 from hyper_parallel.step.train_step import Stepper
 
 ENGINES = ("eager", "graph", "compiled")

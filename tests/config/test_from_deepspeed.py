@@ -258,7 +258,7 @@ def test_the_defaults_of_auto_are_those_of_transformers() -> None:
 
 def test_the_schedules_agree_with_deepspeeds(tmp_path: Path) -> None:
     """From the end of the warm-up on, at each step, up to one step's shift: DeepSpeed's formulas by hand."""
-    from hyper_parallel.step.recipe import schedule
+    from hyper_parallel.step.lr_schedule import schedule
 
     train = loaded(convert(EXAMPLES["warmup_decay"]), tmp_path).train
     ours = schedule(train.schedule, train.steps)

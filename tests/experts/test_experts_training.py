@@ -15,8 +15,9 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.shard import sharded
 from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, StepResult, schedule
+from hyper_parallel.step.recipe import Recipe, StepResult
 from hyper_parallel.step.train_step import Stepper
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.train.trainer import Trainer

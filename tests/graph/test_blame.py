@@ -114,8 +114,9 @@ def test_a_line_of_transformers_is_named_where_the_user_wrote_none() -> None:
     import hyper_parallel as hp
     from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
     from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+    from hyper_parallel.step.lr_schedule import schedule
     from hyper_parallel.step.optimizer import build_optimizer
-    from hyper_parallel.step.recipe import Recipe, schedule
+    from hyper_parallel.step.recipe import Recipe
 
     small = MixtralConfig(
         vocab_size=32,

@@ -12,8 +12,9 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, group_of, is_collective, is_wait
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
 
 MODEL = LlamaConfig(

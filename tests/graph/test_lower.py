@@ -15,8 +15,9 @@ from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
 from hyper_parallel.graph import CollectiveGroup, StepGraph, capture, lower, peak
 from hyper_parallel.simulator import simulate
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 
 ONE = Cluster(
     device=Device("one", {"float32": 1e9}, {"float32": 1e12}, Tier("device", 1e12, 1e15, 1e15)),

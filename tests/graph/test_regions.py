@@ -31,8 +31,9 @@ from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.overlap.chunked_matmul import Chunked, Chunks
 from hyper_parallel.overlap.jobs import excerpt, lanes_of
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 
 HOST = OffloadTier("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
 LAYERS, MICRO, LENGTH = 4, 2, 16

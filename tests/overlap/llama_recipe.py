@@ -6,8 +6,9 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.config.train import AdamWConfig, ScheduleConfig
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 
 
 def recipe_of(layers: int) -> Recipe:

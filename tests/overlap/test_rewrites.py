@@ -26,8 +26,9 @@ from hyper_parallel.overlap.fsdp_baseline_schedule import FsdpBaseline
 from hyper_parallel.overlap.jobs import Prices
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.train_step import control_values_of
 
 ROWS, LENGTH, MICRO = 2, 16, 2

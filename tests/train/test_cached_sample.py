@@ -11,7 +11,7 @@ import torch
 from harness import run_ranks
 from hyper_parallel import Strategy, parallelize
 from hyper_parallel.inference.ragged_pass import BLOCK
-from hyper_parallel.train import sample as cached_sample
+from hyper_parallel.train import cached_sample
 from hyper_parallel.train.sample import sample
 from inference.small_models import prompts, small
 

@@ -21,8 +21,9 @@ from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.accumulation import rewritten_loop
 from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
 
 FEW = 4

@@ -17,8 +17,9 @@ from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.accumulation import whole_step
 from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
 
 MICRO = 3

@@ -21,9 +21,10 @@ from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.graph_executor import GraphStepper
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.step.out_of_memory import describe, head_of
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
 
 ROWS, LENGTH = 64, 64

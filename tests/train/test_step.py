@@ -16,8 +16,9 @@ from hyper_parallel.errors import DataError
 from hyper_parallel.launch.stop import Requests
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.recipe import Recipe, schedule
+from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.train_step import Stepper, accumulate
 from hyper_parallel.strategy import Strategy
 

@@ -1,4 +1,6 @@
-"""1F1B: one forward pass, one backward pass, with as few micro-batches in flight as the pipeline's depth needs.
+"""1F1B, and its kin: GPipe, interleaved 1F1B, zero-bubble schedules.
+
+1F1B: one forward pass, one backward pass, with as few micro-batches in flight as the pipeline's depth needs.
 
 Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, arXiv 2006.09503 (PipeDream-Flush), and
 *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, arXiv 2104.04473, section 2.2.1.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.step.recipe import schedule
+from hyper_parallel.step.lr_schedule import schedule
 
 if TYPE_CHECKING:
     from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens

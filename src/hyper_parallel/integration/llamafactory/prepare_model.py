@@ -215,7 +215,7 @@ def _leave_clipping_to_the_loop() -> None:
     import transformers.trainer as trainer
 
     homes = [trainer]
-    # Transformers 5.17 takes it from there when it is called, later releases when they are imported.
+    # Transformers 5.17 takes it from there when it is called, 5.23 when it is imported.
     with contextlib.suppress(ImportError):
         import transformers.trainer_optimizer as trainer_optimizer
 
