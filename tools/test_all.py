@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PYTEST = "-m pytest -q -p no:cacheprovider -n 2 --dist worksteal --durations=5"
+PYTEST = "-m pytest -q -p no:cacheprovider -n 3 --dist worksteal --durations=5"
 SLICES = 4
 """Of what is too long for one shard."""
 HALVES = 2

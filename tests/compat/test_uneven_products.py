@@ -15,11 +15,14 @@ from hyper_parallel.compat.local_tensor import UnevenProducts, uneven_products
 Shape = tuple[int, ...]
 UNEVEN = -1
 """In the place of a size that is 3 on rank 0 and 2 on rank 1."""
+NONE = -2
+"""In the place of a size that is 3 on rank 0 and 0 on rank 1."""
 
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Shape, ...]]] = {
     "outputs": (linear, ((2, 5, 4), (UNEVEN, 4), (UNEVEN,))),
     "inputs": (linear, ((2, 5, UNEVEN), (4, UNEVEN))),
     "matrix": (torch.matmul, ((2, 5, UNEVEN), (UNEVEN, 4))),
+    "nothing": (linear, ((2, 5, NONE), (4, NONE))),
     "vector": (lambda a, b: a @ b, ((2, 5, UNEVEN), (UNEVEN,))),
     "vector-first": (torch.matmul, ((UNEVEN,), (2, UNEVEN, 4))),
     "heads": (lambda a, b: a.matmul(b), ((2, UNEVEN, 5, 4), (2, UNEVEN, 4, 6))),
@@ -29,7 +32,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Shape, ...]]] = {
 
 
 def _drawn(shape: Shape, rank: int) -> Tensor:
-    sizes = [3 - rank if size == UNEVEN else size for size in shape]
+    sizes = [{UNEVEN: 3 - rank, NONE: 3 - 3 * rank}.get(size, size) for size in shape]
     return torch.randn(sizes, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 

@@ -49,6 +49,20 @@ def test_a_signature_tells_settings_and_shapes_and_no_values() -> None:
     assert len({signature(layer) for layer in (one, _Layer(0, width=8), _Layer(0, window=2), _Layer(1))}) == 4
 
 
+def _scaled(factor: float) -> nn.Module:
+    layer = _Layer(0)
+    layer.between = lambda x: x * factor  # type: ignore[assignment]
+    return layer
+
+
+def test_a_function_is_told_by_its_code_and_what_it_closes_over() -> None:
+    shifted = _Layer(0)
+    shifted.between = lambda x: x + 2.0  # type: ignore[assignment]
+    found = [signature(one) for one in (_scaled(2.0), _scaled(2.0), _scaled(3.0), shifted)]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
 def _period(found: list[list[int]]) -> Period | None:
     return find_period(found, 5)
 

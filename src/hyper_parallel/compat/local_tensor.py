@@ -250,7 +250,7 @@ def _uneven(args: Sequence[Any], given: Mapping[str, Any]) -> bool:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[..., I] by [O, I]."""
-    rows = linear(input.reshape(-1, input.size(-1)), weight, bias)
+    rows = linear(input.flatten(0, -2), weight, bias)
     return rows.view(*input.shape[:-1], weight.size(0))
 
 

@@ -187,8 +187,9 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 def described(module: nn.Module) -> dict[str, str]:
     """What a module computes, up to its values: classes, attributes, parameters and buffers of all its parts.
 
-    An object that is neither plain, nor a container or an object of such, nor found under its name in its module, is
-    told by its identity: only what shares it is alike.
+    A function that is not found under its name in its module, such as a lambda, is told by its code and what it closes
+    over. Another object that is neither plain, nor a container or an object of such, nor found under its name, is told
+    by its identity: only what shares it is alike.
     """
     found: dict[str, str] = {}
     # Of objects that many parts hold, such as a config.
@@ -234,10 +235,36 @@ def _attribute(value: Any, inside: set[int]) -> str:
         return f"{kind}{_attribute([value.func, value.args, value.keywords], inside)}"
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and _is_found_by_name(value):
         return f"{kind} {value.__module__}.{value.__name__}"
+    if isinstance(value, types.FunctionType):
+        given = [
+            value.__defaults__,
+            value.__kwdefaults__,
+            [_content(cell) for cell in value.__closure__ or ()],
+        ]
+        return f"{kind} {value.__module__} {_code(value.__code__)} {_attribute(given, inside)}"
     own = getattr(value, "__dict__", None)
-    if isinstance(value, type | types.FunctionType | torch.Tensor | nn.Module) or not own:
+    if isinstance(value, type | torch.Tensor | nn.Module) or not own:
         return f"{kind} {id(value)}"
     return f"{kind}{_attribute(own, inside)}"
+
+
+def _code(code: types.CodeType) -> str:
+    """What code does, wherever it is written."""
+    constants = [_constant(one) for one in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {constants}"
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return _code(value)
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a name that is not bound yet
+        return None
 
 
 def _is_found_by_name(value: Any) -> bool:
