@@ -133,10 +133,10 @@ def test_without_direct_input_and_output_the_log_says_so_once(
 ) -> None:
     real = os.open
 
-    def refuses(path: str, flags: int, *more: int) -> int:
+    def refuses(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(path, flags, *more)
+        return real(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", refuses)
     monkeypatch.setattr(file_io, "_refused", set())
