@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fit_constants.fit import collected
+from fit_constants.published_runs import RECIPES, RUNS, TRANSCRIBED, evidence
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import answer, error_interval
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.error_interval import Runs, between, collected, published, support, widening
-from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED, evidence
+from hyper_parallel.planner.error_interval import Runs, between, published, support, widening
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.page import page
 from hyper_parallel.planner.query import Question
@@ -101,7 +102,7 @@ def test_the_interval_is_wider_in_its_logarithm(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_kept_is_what_is_published() -> None:
-    """The package's list beside the constants is that of its runs."""
+    """The list beside the constants is that of the published runs."""
     rows = [evidence(RUNS, RECIPES), evidence(TRANSCRIBED)]
     found = [one for runs in rows for one in collected(runs.table.take(runs.timed), runs.sources[runs.timed])]
     assert tuple(found) == published()

@@ -17,6 +17,7 @@ from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.table import COLUMNS, PROFILE_COLUMNS, Table, of_cluster
 from hyper_parallel.workload.shape import Latent, Shape
 from hyper_parallel.workload.workload import Workload
+from planner.plan_cases import code_names
 
 TINY = Shape("tiny", 2, 64, 4, 2, 16, ffn=256, gated=True, vocabulary=1000)
 WORK = Workload(TINY, batch=8, sequence=128)
@@ -32,7 +33,7 @@ def test_columns_say_what_is_trained_on_what_and_spread_how() -> None:
     assert (made.hidden, made.gated, made.batch, made.zero) == (64, 1, 8, 3)
     assert made.devices.tolist() == [1, 2, 4]
     assert (made.node, made.node_rate, made.peak8) == (8, 450e9, 1979e12)
-    assert made.names("recompute") == ["none"] * 3
+    assert code_names(made, "recompute") == ["none"] * 3
     assert all(getattr(made, name).dtype == np.float64 for name in COLUMNS)
 
 

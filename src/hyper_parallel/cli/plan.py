@@ -408,7 +408,7 @@ def _series(
 def _evaluate(path: Path, as_json: bool) -> None:
     """Print estimates for a CSV's rows."""
     from hyper_parallel.planner.constants import fitted
-    from hyper_parallel.planner.fit.evaluate import evaluate, text
+    from hyper_parallel.planner.csv_runs.evaluate import evaluate, text
 
     rows = evaluate(path, fitted())
     click.echo(json.dumps(rows, indent=1, allow_nan=False) if as_json else text(rows))

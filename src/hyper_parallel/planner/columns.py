@@ -246,8 +246,6 @@ class Profile:
     """The collectives of a layer's split products run beside them, in parts."""
     overlap_expert: float = 0.0
     """Tokens travel to experts and back beside the computation of another micro-batch."""
-    overlap_shared: float = 0.0
-    """They travel beside shared experts."""
     ordered: float = 0.0
     """Collectives are in the order that `hyper_parallel.overlap` searches: without a pipeline, and with an even number
     of micro-batches, tokens travel to experts and back beside the other micro-batch of a pair, and take turns with

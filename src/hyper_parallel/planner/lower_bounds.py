@@ -225,7 +225,7 @@ class Bounds:
         The share is that with which the device is not exceeded: 0 where some way without full recompute may fit.
         """
         space, k = self.space, self.constants
-        device = (float(self.base.capacity[0]) - k.outside) / k.slack
+        device = k.usable(float(self.base.capacity[0]))
         n = rows["micro"].size
         state, weights = space.levels[-1]
         moved = float(space.on_host["activations_on_host"].max())

@@ -78,7 +78,7 @@ class MemoryChoice:
         self.shares = [(*level, float(moved)) for level in space.levels for moved in self.moved]
         """Of state, weights and activations on the host: each level with each share of the activations."""
         k = constants
-        self.device = (float(base.capacity[0]) - k.outside) / k.slack if bounded else _ANY
+        self.device = k.usable(float(base.capacity[0])) if bounded else _ANY
         self.host = float(base.host_bytes[0]) * HOST_PART if bounded else _ANY
 
     def fastest(self, groups: Columns, bound: Array, limit: Array) -> Ways:

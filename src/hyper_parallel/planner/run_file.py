@@ -387,7 +387,7 @@ def memory_budget(cluster: Cluster, constants: Constants, needed: float = 0.0) -
     """
     assert cluster.device is not None
     memory, host, pool = cluster.device.memory, cluster.host, cluster.pool
-    device = (memory.bytes / memory.ranks - constants.outside) / constants.slack
+    device = constants.usable(memory.bytes / memory.ranks)
     own = HOST_PART * host.bytes / host.ranks if host is not None else 0.0
     more = 0.0
     if pool is not None and needed > own:

@@ -349,8 +349,7 @@ class _Search:
         self.found.add(best.rows, best.seconds, best.bytes)
 
     def _within(self, bytes: Array) -> Mask:
-        k = self.constants
-        fits: Mask = bytes * k.slack + k.outside <= self.base.capacity
+        fits: Mask = bytes <= self.constants.usable(self.base.capacity)
         return fits | (not self.bounded)
 
 

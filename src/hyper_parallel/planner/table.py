@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.columns import ARCHITECTURES, CODES, Profile, architecture, of_workload
+from hyper_parallel.planner.columns import ARCHITECTURES, Profile, architecture, of_workload
 from hyper_parallel.workload.workload import ADAMW, PRECISIONS, Workload, state_bytes
 
 __all__ = [
@@ -186,7 +186,6 @@ class Table:
     overlap_split: Array
     overlap_tensor: Array
     overlap_expert: Array
-    overlap_shared: Array
     ordered: Array
     graphs: Array
     fused_routing: Array
@@ -242,11 +241,6 @@ class Table:
         made.__dict__.update(self.__dict__, **{name: _column(name, value) for name, value in columns.items()})
         made._check()
         return made
-
-    def names(self, column: str) -> list[Any]:
-        """What a column's codes stand for, one for each row."""
-        codes = np.broadcast_to(getattr(self, column), self.n)
-        return [CODES[column][int(code)] for code in codes]
 
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster, profile: Profile, **spread: npt.ArrayLike) -> Table:

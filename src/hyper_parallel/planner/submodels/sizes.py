@@ -125,11 +125,11 @@ def in_flight(one: Sizes, count: int) -> int:
     return min(count, one.pipeline + (1 if one.encoders else 0))
 
 
-def language_bytes(task: Task, one: Sizes, count: int, besides: float = 0.0) -> float:
-    """Of a rank of the language model. `besides`: parameters that each rank has of other parts."""
+def language_bytes(task: Task, one: Sizes, count: int) -> float:
+    """Of a rank of the language model."""
     language, held = task.costs.language, in_flight(one, count)
     saved = language.saved[one.tensor](one.rows) / one.pipeline
-    parameters = language.parameters / (one.tensor * one.pipeline) + besides
+    parameters = language.parameters / (one.tensor * one.pipeline)
     return task.state.of(parameters, one.data) + held * saved + language.workspace[one.tensor](one.rows)
 
 
@@ -213,7 +213,7 @@ Share = Callable[[Sizes, Sequence[Row]], Counter[Row] | None]
 def media_dealt(one: Sizes, rows: Sequence[Row]) -> Counter[Row]:
     """Rows with as much media in the same micro-batches, whose media are dealt to the ranks of an encoder one by one,
     whatever row they are of."""
-    ordered, size = _by_media(rows), one.rows * one.data
+    ordered, size = sorted(rows, key=_media, reverse=True), one.rows * one.data
     parts = (ordered[first : first + size] for first in range(0, len(ordered), size))
     return Counter(
         tuple(
@@ -244,10 +244,6 @@ def copies(one: Sizes, rows: Sequence[Row]) -> float:
     """The share of the rows that a step computes which are copies without loss."""
     dealt = with_partners(rows, _media, math.lcm(one.data, *one.encoders), one.rows * one.data)
     return sum(not bears_loss for _, bears_loss in dealt) / len(dealt)
-
-
-def _by_media(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=_media, reverse=True)
 
 
 def _media(row: Row) -> tuple[float, Row]:
