@@ -73,6 +73,11 @@ class Cluster:
     estimates: Mapping[str, str] = field(default_factory=dict, hash=False)
     """How each number that is not public was estimated, by its dotted path."""
 
+    @property
+    def title(self) -> str:
+        """Its name; the source of its numbers where it has none."""
+        return self.name or self.source
+
     def __post_init__(self) -> None:
         assert not self.supernode or self.supernode % (self.node or 1) == 0, "whole nodes in a supernode"
 

@@ -149,7 +149,9 @@ class Support:
             return f"{alike}; {format.rows:,} of any model are {format.of}"
         few = min(one.sources for one in self.aspects)
         scarce = next(one for one in self.aspects if one.sources == few)
-        what = _whole(scarce, self.aspects[0])
+        # What an aspect's runs are of, its model included.
+        whole = {"model": scarce.of, "format": f"any model {scarce.of}"}
+        what = whole.get(scarce.name, f"{self.aspects[0].of} {scarce.of}")
         if few == 0:
             return f"no published run of {what}: interval widened {self.wider:.2g} times"
         sources = "1 source" if few == 1 else f"{few} sources"
@@ -163,11 +165,6 @@ class Support:
             "wider": self.wider,
             "aspects": [asdict(one) for one in self.aspects],
         }
-
-
-def _whole(one: Aspect, model: Aspect) -> str:
-    """What an aspect's runs are of, its model included."""
-    return {"model": one.of, "format": f"any model {one.of}"}.get(one.name, f"{model.of} {one.of}")
 
 
 def kinds(t: Table) -> tuple[NDArray[np.str_], NDArray[np.str_], NDArray[np.str_]]:

@@ -22,6 +22,8 @@ from hyper_parallel.workload.submodels import (
     with_partners,
 )
 
+WORD = "simulated"
+"""The kind of an answer's times."""
 USABLE = 0.9
 """Of a device's memory."""
 
@@ -125,11 +127,11 @@ def in_flight(one: Sizes, count: int) -> int:
     return min(count, one.pipeline + (1 if one.encoders else 0))
 
 
-def language_bytes(task: Task, one: Sizes, count: int) -> float:
-    """Of a rank of the language model."""
+def language_bytes(task: Task, one: Sizes, count: int, besides: float = 0.0) -> float:
+    """Of a rank of the language model. `besides`: parameters that each rank has of other parts."""
     language, held = task.costs.language, in_flight(one, count)
     saved = language.saved[one.tensor](one.rows) / one.pipeline
-    parameters = language.parameters / (one.tensor * one.pipeline)
+    parameters = language.parameters / (one.tensor * one.pipeline) + besides
     return task.state.of(parameters, one.data) + held * saved + language.workspace[one.tensor](one.rows)
 
 
@@ -328,3 +330,24 @@ def _border(task: Task, one: Sizes) -> float:
     """Seconds in which hidden states go from a stage of the language model to the next one."""
     size = task.costs.language.border * one.rows
     return task.cluster.collective_seconds("send", size, (0, task.devices - 1)) if size else 0.0
+
+
+def allocation(task: Task, sizes: Sizes) -> str:
+    """Devices and axes of each part, in words."""
+    degrees = {"data": sizes.data, "tensor": sizes.tensor, "pipeline": sizes.pipeline}
+    text = " · ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 device"
+    if not sizes.encoders:
+        return f"all parts {text}, shard: {sizes.shard}"
+    encoders = [
+        f"{each.name} {count}" for each, count in zip(task.costs.encoders, sizes.encoders, strict=True)
+    ]
+    return ", ".join([*encoders, f"language {text}"])
+
+
+def memory_of_parts(task: Task, sizes: Sizes) -> dict[str, float]:
+    """Part to the bytes of a device that has it."""
+    if not sizes.encoders:
+        return {"all parts": colocated_bytes(task, sizes)}
+    count = micro_batches(task.batch, sizes)
+    found = {each.name: encoder_bytes(task, sizes, at, count) for at, each in enumerate(task.costs.encoders)}
+    return {**found, "language": language_bytes(task, sizes, count)}
