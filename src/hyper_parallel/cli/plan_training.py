@@ -108,8 +108,8 @@ def _one(
         # Only now, because this needs torch.
         from hyper_parallel.planner.refine import solved
 
-        return answer_of(solved(question, options["refine"], say, **given), say)
-    return answer_of(solve(question, **given), say)
+        return answer_of(solved(question, options["refine"], say, **given), question, say)
+    return answer_of(solve(question, **given), question, say)
 
 
 def _series(

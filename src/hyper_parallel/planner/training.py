@@ -13,6 +13,7 @@ from hyper_parallel.planner.answer import Answer, OutputFile, Page
 from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.error_interval import Support, support
 from hyper_parallel.planner.metrics import APART, Figures, disagreement
+from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import PRUNED
 from hyper_parallel.planner.solve import Solved
 from hyper_parallel.report.sheets import NONE, Fact, Sheet
@@ -24,8 +25,12 @@ DIFFER = 0.05
 """A share of a step beyond which estimate and prediction are said to differ."""
 
 
-def answer_of(solved: Solved, say: Callable[[str], None] = lambda _: None) -> Answer:
-    """The answer to a question that was solved; `say` is told what its page takes time for."""
+def answer_of(
+    solved: Solved, asked: Question | None = None, say: Callable[[str], None] = lambda _: None
+) -> Answer:
+    """The answer to a question that was solved. `asked`: the question before it was narrowed (`refine`), of which the
+    page draws what memory costs. `say` is told what the page takes time for.
+    """
     best, question = solved.best[0], solved.question
     shape = question.workload.shape
     rests_on = support(best.row)
@@ -42,7 +47,8 @@ def answer_of(solved: Solved, say: Callable[[str], None] = lambda _: None) -> An
         from hyper_parallel.planner.page import front, page_of
 
         say("what memory costs in time")
-        return page_of(answer, solved, front(question, constants_for(question.profile, question.cluster)))
+        whole = asked or question
+        return page_of(answer, solved, front(whole, constants_for(whole.profile, whole.cluster)))
 
     def file() -> OutputFile:
         chosen = solved.files[solved.chosen]
