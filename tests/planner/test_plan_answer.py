@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +19,7 @@ from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.metrics import Simulated
 from hyper_parallel.planner.page import front, page_of
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.solve import NothingFitsError, Solved, solve
+from hyper_parallel.planner.solve import NothingFitsError, Solved, nothing_fits, solve
 from hyper_parallel.planner.sweep_tables import fewest, lengths, scaling
 from hyper_parallel.planner.training import answer_of
 from hyper_parallel.workload.published import shape
@@ -66,8 +67,6 @@ def test_a_strategy_of_the_users_stands_beside_the_best(tmp_path: Path) -> None:
 
 
 def test_what_is_simulated_stands_beside_its_estimate(one: Solved) -> None:
-    from dataclasses import replace
-
     best = one.best[0]
     simulated = [
         Simulated(1.2 * best.seconds, False, 2 * best.capacity),
@@ -81,8 +80,6 @@ def test_what_is_simulated_stands_beside_its_estimate(one: Solved) -> None:
 
 
 def test_a_disagreement_names_the_collective_that_it_comes_from(one: Solved) -> None:
-    from dataclasses import replace
-
     best = one.best[0]
     parts = {"products": best.seconds, "all_gather over shard": 0.3 * best.seconds}
     apart = Simulated(1.3 * best.seconds, True, 1e9, parts=parts)
@@ -95,8 +92,6 @@ def test_a_disagreement_names_the_collective_that_it_comes_from(one: Solved) -> 
 
 
 def test_of_what_is_simulated_the_quickest_that_fits_is_written(one: Solved) -> None:
-    from dataclasses import replace
-
     simulated = [Simulated(seconds, fits, 1e9) for seconds, fits in ((3.0, True), (1.0, False), (2.0, True))]
     found = replace(one, simulated=simulated)
     assert found.chosen == 2 and one.chosen == 0
@@ -110,6 +105,15 @@ def test_nothing_fits_tells_the_floor_and_what_would_help() -> None:
         solve(_question("llama-3-70b", "h100x2", runnable=True), CONSTANTS)
     assert re.search(r"what would make it fit: \d+ devices \(estimated", str(error.value))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("helps", "words"), [("a", "a"), ("ab", "a, or b"), ("abc", "a, b, or c")])
+def test_what_would_make_it_fit_is_a_list_in_words(one: Solved, helps: str, words: str) -> None:
+    error = nothing_fits("it fits not", replace(one.found, smallest=one.best[0]), "1 GiB", list(helps))
+    assert str(error).startswith(
+        f"it fits not: the smallest of {one.found.counted:,} needs 1 GiB (estimated; "
+    )
+    assert str(error).endswith(f"; what would make it fit: {words}")
 
 
 class _Reader(HTMLParser):
