@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from commandline import run
+from fit_constants.published_runs import RUNS
 from pages import Benchmark
 from shapes import Fields, llama, run_file
 
@@ -22,9 +23,8 @@ from hyper_parallel.estimate.predict import predict_run
 from hyper_parallel.planner.auto.resolved import workload_of
 from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
-from hyper_parallel.planner.evidence import RUNS
-from hyper_parallel.planner.fit.csv_cells import records
-from hyper_parallel.planner.fit.csv_rows import rows
+from hyper_parallel.planner.csv_runs.cells import records
+from hyper_parallel.planner.csv_runs.rows import rows
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.table import Table
 from hyper_parallel.simulator.op_costs import Costs

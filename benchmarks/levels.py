@@ -2,7 +2,7 @@
 
 Collectives over one axis that spans link levels, flat and level by level, on simulated ranks whose results are
 compared. The calls that are made are counted, and of these what leaves a node (or supernode) for each device in it;
-hyper_parallel.cluster.cluster says how a flat call is taken to run: a ring in rank order, and the worst ring, of
+`traffic` says how a flat call is taken to run: a ring in rank order, and the worst ring, of
 which every link is slow. Nothing is timed.
 """
 
@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 from commandline import run
 from pages import Benchmark
+from traffic import crossing
 
-from hyper_parallel.cluster import Cluster, crossing
+from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import each_rank, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh

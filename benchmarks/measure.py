@@ -32,9 +32,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 _folder = RESULTS
 T = TypeVar("T")
 
-# Scripts share models, workers and judges with the tests (`harness`).
-if str(ROOT / "tests") not in sys.path:
-    sys.path.append(str(ROOT / "tests"))
+# Scripts share models, workers and judges with the tests (`harness`), and the fit of constants with `tools`.
+sys.path += [folder for folder in (str(ROOT / "tests"), str(ROOT / "tools")) if folder not in sys.path]
 
 
 # Seconds.

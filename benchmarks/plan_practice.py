@@ -18,9 +18,9 @@ from pages import Benchmark, spaced, table
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import format
 from hyper_parallel.planner.constants import constants_for
-from hyper_parallel.planner.metrics import figures
+from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import answer
+from hyper_parallel.planner.search import search
 from hyper_parallel.planner.solve import TIE, simplest
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
@@ -91,9 +91,8 @@ FILLED = ("state_on_host", "activations_on_host", "weights_on_host")
 """Practice has nothing on the host where it fits without."""
 
 
-def told(found: Any) -> dict[str, Any]:
+def told(own: Figures) -> dict[str, Any]:
     """A strategy with its estimate, as plain data."""
-    own = figures(found.table, found.estimate)[0]
     return {
         "axes": format.axes(own.strategy),
         "settings": format.settings(own.strategy),
@@ -114,14 +113,14 @@ def one(practice: Practice) -> dict[str, Any]:
     constants = constants_for(asked.profile, asked.cluster)
     fixed = replace(asked, tie=0.0, top=1, fix=practice.fix)
     stays = replace(fixed, fix={**practice.fix, **dict.fromkeys(FILLED, 0.0)})
-    theirs = answer(stays, constants).best or answer(fixed, constants).best
+    theirs = search(stays, constants).best or search(fixed, constants).best
     return {
         "model": practice.model,
         "devices": practice.devices,
         "batch": BATCH[practice.devices],
         "source": practice.source,
         "stated": practice.stated,
-        "planner": told(simplest(asked, constants)[0].best[0]),
+        "planner": told(simplest(asked, constants).best[0]),
         "practice": told(theirs[0]) if theirs else None,
     }
 

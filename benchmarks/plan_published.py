@@ -27,7 +27,7 @@ from hyper_parallel.planner.cost_model.step import Estimate, estimate
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.metrics import figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import answer
+from hyper_parallel.planner.search import search
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Precision, Workload
@@ -96,8 +96,7 @@ DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline", 
 
 def best(**asked: Any) -> dict[str, Any]:
     """The best strategy that the planner finds, and its estimate."""
-    found = answer(Question(top=1, **asked), fitted()).best[0]
-    return _told(found.table, found.estimate)
+    return search(Question(top=1, **asked), fitted()).best[0].to_json()
 
 
 def _told(table: Table, estimated: Estimate) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def searched(case: Mapping[str, Any]) -> dict[str, Any]:
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.planner.constants import fitted
     from hyper_parallel.planner.query import Question
-    from hyper_parallel.planner.search import answer
+    from hyper_parallel.planner.search import search
     from hyper_parallel.workload.published import shape
     from hyper_parallel.workload.workload import Workload
 
@@ -39,7 +39,7 @@ def searched(case: Mapping[str, Any]) -> dict[str, Any]:
     asked = Question(workload=work, cluster=Cluster.named(case["cluster"]), devices=case["devices"])
     constants = fitted()
     began, cpu = time.perf_counter(), time.process_time()
-    found = answer(asked, constants)
+    found = search(asked, constants)
     return {
         **case,
         "seconds": time.perf_counter() - began,

@@ -1,7 +1,7 @@
 """The planner's closed forms against published training runs: python benchmarks/published.py
 
-Each source of `hyper_parallel.planner.evidence` is held out whole, constants are fitted on the others, and its rows are
-estimated (`planner.fit.cross_validation`). Then the constants are fitted on all sources and written, with the quantiles
+Each source of `fit_constants.published_runs` is held out whole, constants are fitted on the others, and its rows are
+estimated (`fit_constants.fit`). Then the constants are fitted on all sources and written, with the quantiles
 of the residuals that intervals are made of, to src/hyper_parallel/planner/constants.json. A part of docs/fidelity.md
 and benchmarks/results/published.json are written from the outcome. It takes about half a minute and trains nothing.
 """
@@ -15,23 +15,23 @@ from typing import Any
 
 import numpy as np
 from commandline import run
+from fit_constants.fit import (
+    Judgement,
+    Residuals,
+    choices,
+    collected,
+    judge,
+    seconds_of,
+    solve,
+)
+from fit_constants.published_runs import COMPUTED, RECIPES, RUNS, TRANSCRIBED, Evidence, evidence
 from measure import is_elsewhere
 from pages import Benchmark, spaced, table
 
 from hyper_parallel.planner.constants import FITTED, Constants
 from hyper_parallel.planner.cost_model.memory import memory
 from hyper_parallel.planner.cost_model.step import open_facts
-from hyper_parallel.planner.error_interval import KINDS, Runs, collected, widening
-from hyper_parallel.planner.evidence import COMPUTED, RECIPES, RUNS, TRANSCRIBED, evidence
-from hyper_parallel.planner.fit.cross_validation import (
-    Evidence,
-    Judgement,
-    Residuals,
-    choices,
-    judge,
-    seconds_of,
-    solve,
-)
+from hyper_parallel.planner.error_interval import KINDS, Runs, widening
 from hyper_parallel.planner.table import Array, sum_of
 
 AXES = ("tensor_x", "pipeline", "context", "expert", "zero", "micro")

@@ -22,7 +22,12 @@ from hyper_parallel.cluster.device import Device
 from hyper_parallel.cluster.efficiency import ShapeTable
 from hyper_parallel.planner.columns import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.cost_model.layer import FUSED_ROUTING, RECORDED, fused_share
+from hyper_parallel.planner.cost_model.layer import (
+    FUSED_ROUTING,
+    RECORDED,
+    attention_quality,
+    best_attention_share,
+)
 from hyper_parallel.planner.table import Table
 
 
@@ -41,7 +46,7 @@ def machine(table: Table, known: Constants, preset: Cluster, devices: int) -> Cl
         for level, link in preset.links.items()
     }
     # The kernel is the framework's and not the one that the preset was measured with.
-    attention = (ShapeTable(best=float(fused_share(table)[0])),)
+    attention = (ShapeTable(best=float((best_attention_share(table) * attention_quality(table))[0])),)
     return replace(
         preset,
         name=f"{preset.name}x{devices}",

@@ -1,6 +1,6 @@
 """The simulator beside published training runs: python benchmarks/simulate_published.py
 
-Rows of `hyper_parallel.planner.evidence` become run files: a model of the row's dimensions in the plainest family of
+Rows of `fit_constants.published_runs` become run files: a model of the row's dimensions in the plainest family of
 Transformers that has them, its degrees, micro-batches, recomputation and precision, and of its framework
 (`published_pricing`, `published_machine`) whether attention, memory-bound operators and the loss are fused, which
 attention kernel it has, whether a token is sent to a node once, what of a step is recorded graphs and what its host
@@ -40,6 +40,8 @@ from typing import Annotated, Any
 import numpy as np
 from campaigns import Rows
 from commandline import Again, run
+from fit_constants.fit import solve
+from fit_constants.published_runs import RECIPES, RUNS, TRANSCRIBED, Evidence, evidence
 from pages import Benchmark, spaced, table
 from published_machine import machine
 from published_pricing import Pricing
@@ -50,11 +52,9 @@ from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.planner.columns import SCHEDULES
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED, evidence
-from hyper_parallel.planner.fit.cross_validation import Evidence, solve
-from hyper_parallel.planner.fit.csv_cells import read, records
-from hyper_parallel.planner.fit.csv_rows import RunRow, rows
-from hyper_parallel.planner.fit.model_and_machine import shape_of
+from hyper_parallel.planner.csv_runs.cells import read, records
+from hyper_parallel.planner.csv_runs.model_and_machine import shape_of
+from hyper_parallel.planner.csv_runs.rows import RunRow, rows
 from hyper_parallel.planner.framework_profiles import profile_of
 from hyper_parallel.planner.metrics import Figures, disagreement, figures
 from hyper_parallel.planner.query import Question
@@ -153,7 +153,7 @@ def _candidates(
             or (own.pipeline[0] > 1 and schedule not in PIPELINES)
         ):
             continue
-        shape, _ = shape_of(cells, profile_of(cells.text("framework")))
+        shape = shape_of(cells, profile_of(cells.text("framework")))
         known = constants.get(row.source, fitted())
         closed = figures(own, estimate(own, known))[0]
         found.append(Chosen(row, shape, own, float(runs.seconds[row.index]), closed, known))

@@ -48,7 +48,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.estimate.submodel_capture import LANGUAGE, captured_parts
 from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.layout import DeviceGroup, Mesh
-from hyper_parallel.planner.submodels.search import Found, best
+from hyper_parallel.planner.submodels.search import BestSizes, best
 from hyper_parallel.planner.submodels.sizes import Row, StateBytes, Task
 from hyper_parallel.runtime.build_program import step_program
 from hyper_parallel.runtime.interpreter import Interpreter
@@ -229,7 +229,7 @@ def simulated(setting: Setting, cluster: str) -> dict[str, Any]:
 
     # Rows dealt, as `hyper-parallel train` runs a homogeneous mesh.
     trained = partial(homogeneous, trained=True)
-    found: dict[str, Found] = {
+    found: dict[str, BestSizes] = {
         "homogeneous": best(task, homogeneous_sizes(task), homogeneous),
         "Megatron's rule": best(task, apart_sizes(task, megatron), apart_in_order),
         "Cornstarch's rule": best(task, apart_sizes(task, cornstarch), encoder_pipeline),

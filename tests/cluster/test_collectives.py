@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from traffic import crossing
 
-from hyper_parallel.cluster import Cluster, CollectiveTable, Leg, Link, crossing
+from hyper_parallel.cluster import Cluster, CollectiveTable, Leg, Link
 from hyper_parallel.cluster.collective_cost import BY_LEVELS, FORMS, direct_shares, form, legs
 from hyper_parallel.errors import ConfigError
 

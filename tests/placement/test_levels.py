@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from traffic import Crossing, crossing
 
 from harness import run_ranks
-from hyper_parallel.cluster import Cluster, Crossing, crossing
+from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import collectives
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, per_rank, simulated_ranks
 from hyper_parallel.layout import Mesh

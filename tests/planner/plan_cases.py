@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.columns import Columns, taken
+from hyper_parallel.planner.columns import CODES, Columns, taken
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.space import StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
@@ -87,3 +89,8 @@ def listed(asked: Question) -> Iterator[Table]:
     for start in range(0, rows["micro"].size, 20000):
         for ways in space.kept(taken(rows, slice(start, start + 20000))):
             yield common.replaced(**{name: ways[name] for name in SPREAD})
+
+
+def code_names(table: Table, column: str) -> list[Any]:
+    """What a column's codes stand for, one for each row."""
+    return [CODES[column][int(code)] for code in np.broadcast_to(getattr(table, column), table.n)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import solve as sweep
-from hyper_parallel.planner.answer import text, to_json
 from hyper_parallel.planner.columns import code
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.page import front, page
+from hyper_parallel.planner.metrics import Simulated
+from hyper_parallel.planner.page import front, page_of
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.solve import NothingFitsError, PrintedAnswer, Refined, solve
+from hyper_parallel.planner.solve import NothingFitsError, Solved, nothing_fits, solve
 from hyper_parallel.planner.sweep_tables import fewest, lengths, scaling
+from hyper_parallel.planner.training import answer_of
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
@@ -31,22 +33,22 @@ def _question(name: str = "llama-3.2-1b", cluster: str = "h100x16", **more: Any)
 
 
 @pytest.fixture(scope="module")
-def one() -> PrintedAnswer:
+def one() -> Solved:
     return solve(_question(price=2.0), CONSTANTS, tokens=1e12)
 
 
-def test_the_text_shows_the_best_and_says_that_it_is_an_estimate(one: PrintedAnswer) -> None:
-    told = text(one)
+def test_the_text_shows_the_best_and_says_that_it_is_an_estimate(one: Solved) -> None:
+    told = answer_of(one).text()
     assert told.startswith("estimated steps of llama-3.2-1b (1.2B parameters), 32 × 2,048 tokens")
-    assert f"the best {len(one.best)} of {one.answer.counted:,} strategies" in told
+    assert f"the best {len(one.best)} of {one.found.counted:,} strategies" in told
     assert f"{one.best[0].mfu:.1%}" in told
     assert re.search(r"90% of measured steps lie within [\d.]+–[\d.]+", told)
     assert "its cost" in told
     assert max(len(line) for line in told.splitlines()) <= 200
 
 
-def test_json_is_plain_and_holds_every_figure(one: PrintedAnswer) -> None:
-    found = json.loads(json.dumps(to_json(one), allow_nan=False))
+def test_json_is_plain_and_holds_every_figure(one: Solved) -> None:
+    found = json.loads(json.dumps(answer_of(one).to_json(), allow_nan=False))
     best = found["best"][0]
     assert found["estimated"] is True
     assert best["step_time_s"] == one.best[0].seconds
@@ -61,45 +63,41 @@ def test_a_strategy_of_the_users_stands_beside_the_best(tmp_path: Path) -> None:
     one = solve(_question(), CONSTANTS, compare=file)
     assert one.compared is not None
     assert one.compared.seconds >= one.best[0].seconds
-    assert "│yours" in text(one)
+    assert "│yours" in answer_of(one).text()
 
 
-def test_what_is_simulated_stands_beside_its_estimate(one: PrintedAnswer) -> None:
-    from dataclasses import replace
-
+def test_what_is_simulated_stands_beside_its_estimate(one: Solved) -> None:
     best = one.best[0]
-    refined = [
-        Refined(1.2 * best.seconds, 2 * best.capacity, "", False),
-        Refined(None, None, "cannot be captured"),
+    simulated = [
+        Simulated(1.2 * best.seconds, False, 2 * best.capacity),
+        Simulated(None, reason="cannot be captured"),
     ]
-    told = text(replace(one, refined=refined))
+    told = answer_of(replace(one, simulated=simulated)).text()
     assert "they differ" in told
     assert "+20.0%" in told
     assert "DOES NOT FIT" in told
     assert "cannot be captured" in told
 
 
-def test_a_disagreement_names_the_collective_that_it_comes_from(one: PrintedAnswer) -> None:
-    from dataclasses import replace
-
+def test_a_disagreement_names_the_collective_that_it_comes_from(one: Solved) -> None:
     best = one.best[0]
     parts = {"products": best.seconds, "all_gather over shard": 0.3 * best.seconds}
-    apart = Refined(1.3 * best.seconds, 1e9, fits=True, parts=parts)
-    told = " ".join(text(replace(one, refined=[apart]), 400).split())
+    apart = Simulated(1.3 * best.seconds, True, 1e9, parts=parts)
+    told = " ".join(answer_of(replace(one, simulated=[apart])).text(400).split())
     assert "they differ, mostly all_gather over shard:" in told
-    found = to_json(replace(one, refined=[apart]))["predicted"][0]
+    found = answer_of(replace(one, simulated=[apart])).to_json()["predicted"][0]
     assert found["disagreement"]["part"] == "all_gather over shard" and found["parts_s"] == parts
     near = replace(apart, seconds=1.1 * best.seconds, parts={"products": 1.1 * best.seconds})
-    assert "mostly" not in text(replace(one, refined=[near]), 400)
+    assert "mostly" not in answer_of(replace(one, simulated=[near])).text(400)
 
 
-def test_of_what_is_simulated_the_quickest_that_fits_is_written(one: PrintedAnswer) -> None:
-    from dataclasses import replace
-
-    refined = [Refined(seconds, 1e9, "", fits) for seconds, fits in ((3.0, True), (1.0, False), (2.0, True))]
-    found = replace(one, refined=refined)
+def test_of_what_is_simulated_the_quickest_that_fits_is_written(one: Solved) -> None:
+    simulated = [Simulated(seconds, fits, 1e9) for seconds, fits in ((3.0, True), (1.0, False), (2.0, True))]
+    found = replace(one, simulated=simulated)
     assert found.chosen == 2 and one.chosen == 0
-    assert "simulated, 3 is the quickest (2.00 s), and --out writes it" in " ".join(text(found, 400).split())
+    assert "simulated, 3 is the quickest (2.00 s), and --out writes it" in " ".join(
+        answer_of(found).text(400).split()
+    )
 
 
 def test_nothing_fits_tells_the_floor_and_what_would_help() -> None:
@@ -107,6 +105,15 @@ def test_nothing_fits_tells_the_floor_and_what_would_help() -> None:
         solve(_question("llama-3-70b", "h100x2", runnable=True), CONSTANTS)
     assert re.search(r"what would make it fit: \d+ devices \(estimated", str(error.value))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("helps", "words"), [("a", "a"), ("ab", "a, or b"), ("abc", "a, b, or c")])
+def test_what_would_make_it_fit_is_a_list_in_words(one: Solved, helps: str, words: str) -> None:
+    error = nothing_fits("it fits not", replace(one.found, smallest=one.best[0]), "1 GiB", list(helps))
+    assert str(error).startswith(
+        f"it fits not: the smallest of {one.found.counted:,} needs 1 GiB (estimated; "
+    )
+    assert str(error).endswith(f"; what would make it fit: {words}")
 
 
 class _Reader(HTMLParser):
@@ -129,13 +136,13 @@ class _Reader(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_asks_for_nothing_else_and_shows_the_front(one: PrintedAnswer) -> None:
+def test_the_page_asks_for_nothing_else_and_shows_the_front(one: Solved) -> None:
     points = front(one.question, CONSTANTS)
     assert [point.peak for point in points] == sorted(point.peak for point in points)
     seconds = [point.seconds for point in points]
     assert seconds == sorted(set(seconds), reverse=True)
     assert points[-1].seconds == pytest.approx(one.best[0].seconds)
-    made = page(one, points)
+    made = page_of(answer_of(one), one, points).html()
     reader = _Reader()
     reader.feed(made)
     assert not reader.open
@@ -150,9 +157,10 @@ def test_scaling_has_a_row_for_each_number_of_devices() -> None:
     question = _question(price=2.0)
     points = sweep.curve([question.on(8), question.on(16), question.on(7)], CONSTANTS)
     made = scaling(points, 1e9)
-    assert [row[0] for row in made.sheet.rows] == ["8", "16", "7"]
-    assert made.sheet.rows[0][5] == "100.0%"
-    assert "no strategy spreads" in made.sheet.rows[2][1] or points[2].fits
+    (sheet,) = made.sheets
+    assert [row[0] for row in sheet.rows] == ["8", "16", "7"]
+    assert sheet.rows[0][5] == "100.0%"
+    assert "no strategy spreads" in sheet.rows[2][1] or points[2].fits
     assert made.to_json()["points"][0]["best"]["devices"] == 8
     assert made.text().startswith("estimated steps")
 
@@ -177,7 +185,7 @@ def test_the_longest_sequence_is_told_with_what_the_model_is_made_for() -> None:
     assert fitting == [4096, 262144]
     assert made.sentences[0].startswith("262,144 tokens fit, the longest that was asked for")
     assert "made for 131,072 tokens" in made.sentences[1]
-    assert {int(row[0].replace(",", "")) * int(row[1]) for row in made.sheet.rows} == {65536, 262144}
+    assert {int(row[0].replace(",", "")) * int(row[1]) for row in made.sheets[0].rows} == {65536, 262144}
 
 
 def test_of_lengths_that_do_not_all_fit_the_longest_is_named() -> None:
@@ -196,9 +204,10 @@ def test_what_train_refuses_is_said_on_the_terminal_and_on_the_page() -> None:
     work = Workload(shape("llama-3-70b"), 64, 2048)
     fixed = {"pipeline": (2.0,), "schedule": (float(code("schedule", "dualpipe")),)}
     one = solve(Question(workload=work, cluster=Cluster.named("h100x16"), fix=fixed), CONSTANTS)
-    [said] = [line for line in text(one).splitlines() if "train refuses" in line]
+    [said] = [line for line in answer_of(one).text().splitlines() if "train refuses" in line]
     assert said.startswith("note: train refuses 1") and "--runnable" in said
-    assert escape(said.removeprefix("note: ")) in page(one, [])
+    assert escape(said.removeprefix("note: ")) in page_of(answer_of(one), one, []).html()
     runnable = solve(_question(runnable=True), CONSTANTS)
-    assert "train refuses" not in text(runnable) and "--runnable" not in text(runnable)
+    told = answer_of(runnable).text()
+    assert "train refuses" not in told and "--runnable" not in told
     assert all(found.strategy["schedule"] != "dualpipe" for found in runnable.best)

@@ -15,13 +15,13 @@ from html import escape
 import pytest
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner.answer import short, text, verdict
 from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL
-from hyper_parallel.planner.page import page
+from hyper_parallel.planner.page import page_of
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import within
 from hyper_parallel.planner.solve import AXES, PARTS, TIE, simplest, solve
+from hyper_parallel.planner.training import answer_of
 from hyper_parallel.units import format_duration
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
@@ -57,25 +57,26 @@ def test_the_answer_is_ten_lines_that_begin_with_the_verdict(
     model: str, devices: int, runnable: bool
 ) -> None:
     one = solve(_question(model, devices, runnable))
-    lines = short(one).splitlines()
+    answer = answer_of(one)
+    lines = answer.short().splitlines()
     assert len(lines) <= 10 and max(map(len, lines)) <= 80
     assert lines[0].startswith(f"estimated: run {one.question.workload.shape.name} on h100x{devices} with ")
-    told = " ".join(short(one).split())
+    told = " ".join(answer.short().split())
     assert f"{format_duration(one.best[0].seconds)} a step; it fits." in told
     for name in ("settings", "step", "memory", "ties", "limit", "next"):
         assert sum(line.startswith(f"{name} ") for line in lines) == 1, name
     # The same verdict leads the page, and the details keep to the terminal's width.
-    assert escape(verdict(one).removeprefix("estimated: ")) in page(one, [])
-    assert max(map(len, text(one, 80).splitlines())) <= 80
+    assert escape(answer.verdict.removeprefix("estimated: ")) in page_of(answer, one, []).html()
+    assert max(map(len, answer.text(80).splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("model", "devices", "runnable"), CASES)
 def test_each_axis_of_the_first_answer_pays_for_itself(model: str, devices: int, runnable: bool) -> None:
     asked = _question(model, devices, runnable)
     constants = constants_for(asked.profile, asked.cluster)
-    found, tied = simplest(asked, constants)
+    found = simplest(asked, constants)
     first = found.best[0]
-    degrees = {axis: float(getattr(first.table, axis)[0]) for axis in AXES}
+    degrees = {axis: float(getattr(first.row, axis)[0]) for axis in AXES}
     absent = {axis: 1 for axis, degree in degrees.items() if degree == 1}
     for axis, degree in degrees.items():
         if degree > 1:
@@ -83,10 +84,10 @@ def test_each_axis_of_the_first_answer_pays_for_itself(model: str, devices: int,
             fix = {**absent, axis: 1, **({"tensor_y": 1} if axis == "tensor_x" else {})}
             without = within(replace(asked, tie=0.0, fix=fix), constants, first.seconds * (1 + TIE))
             assert without is None, f"{axis} saves {without.seconds / first.seconds - 1:.2%} only"
-    assert tied is not None
+    assert found.quickest is not None
     # Axes that are given up cost at most a tie each.
-    assert first.seconds <= tied.quickest.seconds * (1 + TIE) ** (1 + len(AXES))
-    kinds = [tuple(getattr(one.table, axis)[0] > 1 for axis in AXES) for one in found.best]
+    assert first.seconds <= found.quickest.seconds * (1 + TIE) ** (1 + len(AXES))
+    kinds = [tuple(getattr(one.row, axis)[0] > 1 for axis in AXES) for one in found.best]
     different = len(set(kinds))
     assert len(set(kinds[:different])) == different, (
         "a second strategy with the same axes comes after all others"
@@ -102,10 +103,10 @@ def test_the_plainest_schedule_of_a_pipeline_comes_first() -> None:
         tie=TIE,
     )
     constants = constants_for(asked.profile, asked.cluster)
-    quickest = simplest(replace(asked, tie=0.0), constants)[0].best[0]
-    plain = simplest(asked, constants)[0].best[0]
-    parts, chosen = int(plain.table.virtual[0]), plain.spread
-    assert parts < quickest.table.virtual[0]
+    quickest = simplest(replace(asked, tie=0.0), constants).best[0]
+    plain = simplest(asked, constants).best[0]
+    parts, chosen = int(plain.row.virtual[0]), plain.strategy
+    assert parts < quickest.row.virtual[0]
     kept = {name: chosen[name] for name in ("recompute", "state_on_host", "activations_on_host")}
     for most in (one for one in PARTS if 1 < one < parts):
         fewer = replace(asked, tie=0.0, fix={**asked.fix, **kept, "virtual": tuple(range(1, most + 1))})

@@ -21,9 +21,9 @@ from hyper_parallel.planner.cost_model.layer_collectives import (
 from hyper_parallel.planner.cost_model.memory import memory
 from hyper_parallel.planner.cost_model.operators import Ranks
 from hyper_parallel.planner.cost_model.step import estimate, open_facts
+from hyper_parallel.planner.csv_runs.model_and_machine import network_rate
+from hyper_parallel.planner.csv_runs.rows import rows
 from hyper_parallel.planner.error_interval import between
-from hyper_parallel.planner.fit.csv_rows import rows
-from hyper_parallel.planner.fit.model_and_machine import network_rate
 from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL, MEGATRON_LM
 from hyper_parallel.planner.table import Table, sum_of
 from hyper_parallel.workload.published import shape
@@ -45,9 +45,9 @@ def table(
     return Table.of(Workload(shaped, 64, 4096), Cluster.named(cluster), profile, **spread)
 
 
-def seconds(t: Table, k: Constants = NO_WAIT, compute: float = 0.0, shared: float = 0.0) -> float:
+def seconds(t: Table, k: Constants = NO_WAIT, compute: float = 0.0) -> float:
     tokens = t.micro * t.sequence / t.context
-    found = exchanged_experts(t, k, Ranks(t, k), tokens, np.array([compute]), np.array([shared]))
+    found = exchanged_experts(t, k, Ranks(t, k), tokens, np.array([compute]))
     return float(found[0])
 
 
@@ -128,8 +128,6 @@ def test_overlap_hides_no_more_than_there_is_to_compute() -> None:
     dual = table(schedule=float(SCHEDULES.index("dualpipe")))
     assert seconds(dual, k, compute=1e9) == pytest.approx(0.0)
     assert seconds(dual, k, compute=whole / 3) == pytest.approx(whole / 2)
-    beside = table().replaced(overlap_shared=1.0)
-    assert seconds(beside, k, shared=whole / 3) == pytest.approx(whole / 2)
 
 
 def test_splitting_features_of_experts_gathers_their_rows() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from hyper_parallel.planner import error_interval
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.fit.csv_cells import MEASURED
-from hyper_parallel.planner.fit.evaluate import evaluate, text
+from hyper_parallel.planner.csv_runs.cells import MEASURED
+from hyper_parallel.planner.csv_runs.evaluate import evaluate, text
 from planner.published_run import RUN
 
 FIGURES = {"step_time_s", "tokens_per_s_per_device", "mfu", "peak_memory_gb", "fits", "interval", "filled"}

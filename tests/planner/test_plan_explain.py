@@ -9,19 +9,25 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.columns import code
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.explain import DEGREES, SETTINGS, explain, neighbours
+from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.explain import SETTINGS, explain, neighbours
+from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.table import Table
+from hyper_parallel.planner.table import DEGREES, Table
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
 
 def _asked(
     name: str = "llama-3-70b", fix: dict[str, Any] | None = None, **spread: float
-) -> tuple[Table, Question]:
+) -> tuple[Figures, Question]:
     work = Workload(shape(name), 512, 8192)
     question = Question(workload=work, cluster=Cluster.named("h100x256"), fix=fix or {})
-    return Table.of(work, question.cluster, question.profile, **spread), question
+    return _figures(Table.of(work, question.cluster, question.profile, **spread)), question
+
+
+def _figures(table: Table) -> Figures:
+    return figures(table, estimate(table, Constants()))[0]
 
 
 FULL = code("recompute", "full")
@@ -29,9 +35,9 @@ PIPED = {"shard": 8, "tensor_x": 8, "pipeline": 4, "zero": 1, "sequence_parallel
 
 
 def test_neighbours_are_one_change_away_and_use_all_devices() -> None:
-    table, question = _asked(**PIPED)
-    own = {name: getattr(table, name)[0] for name in DEGREES}
-    found = neighbours(table, question, Constants())
+    strategy, question = _asked(**PIPED)
+    own = {name: strategy.strategy[name] for name in DEGREES}
+    found = neighbours(strategy, question, Constants())
     assert len(found) > 15
     for one in found:
         product = 1
@@ -45,8 +51,8 @@ def test_neighbours_are_one_change_away_and_use_all_devices() -> None:
 
 
 def test_each_axis_and_each_setting_has_neighbours() -> None:
-    table, question = _asked(**PIPED)
-    changes = " | ".join(one.change for one in neighbours(table, question, Constants()))
+    strategy, question = _asked(**PIPED)
+    changes = " | ".join(one.change for one in neighbours(strategy, question, Constants()))
     for words in (
         "tensor_x 8 → 4",
         "tensor_x 8 → 16",
@@ -76,23 +82,23 @@ def test_a_setting_that_loses_its_ground_follows() -> None:
         "virtual": 2,
         "schedule": code("schedule", "interleaved"),
     }
-    table, question = _asked(**{**spread, "shard": 128, "pipeline": 2})
-    alone = [one for one in neighbours(table, question, Constants()) if "pipeline 2 → 1" in one.change]
+    strategy, question = _asked(**{**spread, "shard": 128, "pipeline": 2})
+    alone = [one for one in neighbours(strategy, question, Constants()) if "pipeline 2 → 1" in one.change]
     assert alone
     assert {one.figures.strategy["virtual"] for one in alone} == {1}
 
 
 def test_what_is_fixed_stays() -> None:
-    table, question = _asked(fix={"tensor_x": 8, "micro": 1}, **PIPED)
-    found = neighbours(table, question, Constants())
+    strategy, question = _asked(fix={"tensor_x": 8, "micro": 1}, **PIPED)
+    found = neighbours(strategy, question, Constants())
     assert found
     assert {one.figures.strategy["tensor_x"] for one in found} == {8}
     assert {one.figures.strategy["micro"] for one in found} == {1}
 
 
 def test_memory_binds_where_a_quicker_neighbour_does_not_fit() -> None:
-    table, question = _asked(**PIPED, micro=8)
-    why = explain(table, question, Constants())
+    strategy, question = _asked(**PIPED, micro=8)
+    why = explain(strategy, question, Constants())
     quicker = [one for one in why.changes if not one.figures.fits]
     assert quicker
     assert why.sentences[0].startswith("memory binds: ")
@@ -100,15 +106,15 @@ def test_memory_binds_where_a_quicker_neighbour_does_not_fit() -> None:
 
 
 def test_memory_does_not_bind_where_all_fits() -> None:
-    table, question = _asked("llama-3.2-1b", shard=256, zero=1)
-    why = explain(table, question, Constants())
+    strategy, question = _asked("llama-3.2-1b", shard=256, zero=1)
+    why = explain(strategy, question, Constants())
     assert all(one.figures.fits for one in why.changes)
     assert why.sentences[0].startswith("memory does not bind")
 
 
 def test_sheets_add_up_to_the_step_and_the_peak() -> None:
-    table, question = _asked(**PIPED)
-    sheets = {sheet.title: sheet for sheet in explain(table, question, Constants()).sheets}
+    strategy, question = _asked(**PIPED)
+    sheets = {sheet.title: sheet for sheet in explain(strategy, question, Constants()).sheets}
     shares = [float(row[3].rstrip("%")) for row in sheets["where the step goes"].rows]
     assert sum(shares[:-1]) == pytest.approx(shares[-1], abs=0.5)
     memory = next(sheet for title, sheet in sheets.items() if "memory" in title)
@@ -117,8 +123,8 @@ def test_sheets_add_up_to_the_step_and_the_peak() -> None:
 
 
 def test_what_it_waits_for_is_what_saves_most() -> None:
-    table, question = _asked(**PIPED)
-    eased = explain(table, question, Constants()).eased
+    strategy, question = _asked(**PIPED)
+    eased = explain(strategy, question, Constants()).eased
     assert eased[0].what == "arithmetic"
-    slow = table.replaced(network_rate=1e8, node_rate=1e8, supernode_rate=1e8)
+    slow = _figures(strategy.row.replaced(network_rate=1e8, node_rate=1e8, supernode_rate=1e8))
     assert explain(slow, question, Constants()).eased[0].what.startswith("links within a node")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,18 +16,13 @@ from hyper_parallel.planner.format import axes, between, order, seconds, setting
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.metrics import figures, flops_per_token, mfu, peak
 from hyper_parallel.planner.table import Table
-from hyper_parallel.workload import flops_of_config
+from hyper_parallel.workload import Flops
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
-LLAMA = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
+LAYER = 4096 * 128 * (32 + 2 * 8) + 4096 * 4096 + 3 * 4096 * 14336
+"""Elements of the matrices of a layer of llama-3-8b."""
+LLAMA = Flops(32 * LAYER + 4096 * 128256, heads_times_size=4096, windows=(None,) * 32)
 
 
 def _table(name: str = "llama-3-8b", **spread: float) -> Table:
@@ -34,13 +31,13 @@ def _table(name: str = "llama-3-8b", **spread: float) -> Table:
 
 
 def test_flops_are_those_of_the_one_convention() -> None:
-    counted = flops_of_config(LLAMA).per_token(8192)
+    counted = LLAMA.per_token(8192)
     assert flops_per_token(_table())[0] == pytest.approx(counted, rel=1e-12)
 
 
 def test_flops_of_windows_are_those_of_the_one_convention() -> None:
     table = _table().replaced(window=1024, windowed=1)
-    counted = flops_of_config({**LLAMA, "sliding_window": 1024}).per_token(8192)
+    counted = replace(LLAMA, windows=(1024,) * 32).per_token(8192)
     assert flops_per_token(table)[0] == pytest.approx(counted, rel=1e-12)
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fit_constants.fit import judge, quantiles, seconds_of, solve
+from fit_constants.published_runs import RECIPES, RUNS, Evidence, evidence
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.error_interval import quantiles
-from hyper_parallel.planner.evidence import RECIPES, RUNS, evidence
-from hyper_parallel.planner.fit.cross_validation import Evidence, judge, seconds_of, solve
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.published import shape

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fit_constants.published_runs import evidence
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.constants import Constants, fitted
@@ -13,7 +14,6 @@ from hyper_parallel.planner.cost_model.layer import layer
 from hyper_parallel.planner.cost_model.memory import memory
 from hyper_parallel.planner.cost_model.operators import Ranks
 from hyper_parallel.planner.cost_model.step import seconds_by_kind
-from hyper_parallel.planner.evidence import evidence
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.table import Table, sum_of
 from hyper_parallel.workload.published import shape

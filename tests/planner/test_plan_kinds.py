@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fit_constants.published_runs import RUNS
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
@@ -16,9 +17,8 @@ from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.dims import adapters, held, mixer_parameters, product_bytes
 from hyper_parallel.planner.cost_model.memory import memory
 from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
-from hyper_parallel.planner.evidence import RUNS
-from hyper_parallel.planner.fit.csv_cells import records
-from hyper_parallel.planner.fit.csv_rows import rows
+from hyper_parallel.planner.csv_runs.cells import records
+from hyper_parallel.planner.csv_runs.rows import rows
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.metrics import flops_per_token
 from hyper_parallel.planner.space import StrategySpace, left_out

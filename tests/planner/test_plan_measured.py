@@ -17,7 +17,7 @@ from hyper_parallel.planner.cost_model.operators import Products
 from hyper_parallel.planner.cost_model.step import overlapped_pass, seconds_by_kind
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import answer
+from hyper_parallel.planner.search import search
 from hyper_parallel.planner.table import Table
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Workload
@@ -90,9 +90,9 @@ def test_all_strategies_are_listed_best_first() -> None:
     question = Question(
         workload=WORK, cluster=seen, profile=profile("hyper-parallel"), devices=4, runnable=True
     )
-    found, best = list(ranked(question, constants)), answer(question, constants)
+    found, best = list(ranked(question, constants)), search(question, constants)
     # All fit: of the layers none or all are recomputed, or no scores kept.
-    of_whole_layers = answer(replace(question, fix={"recomputed": 1.0}), constants).counted
+    of_whole_layers = search(replace(question, fix={"recomputed": 1.0}), constants).counted
     assert best.counted > len(found) == of_whole_layers > 300
     seconds = [one.seconds for one in found]
     assert seconds == sorted(seconds) and math.isclose(seconds[0], best.best[0].seconds)
@@ -107,7 +107,7 @@ def test_all_strategies_are_listed_best_first() -> None:
         ),
     )
     some = list(ranked(short, constants))
-    assert some[0].seconds == pytest.approx(answer(short, constants).best[0].seconds)
+    assert some[0].seconds == pytest.approx(search(short, constants).best[0].seconds)
     assert {one.strategy["recomputed"] for one in some if one.strategy["recompute"] == "full"} == {0.5, 1.0}
     none = replace(
         question, cluster=replace(seen, device=replace(seen.device, memory=Tier("device", 1e6, 1e10, 1e10)))

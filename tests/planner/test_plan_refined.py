@@ -10,9 +10,10 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import refine
 from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
+from hyper_parallel.planner.metrics import Simulated
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
-from hyper_parallel.planner.solve import NothingFitsError, Refined
+from hyper_parallel.planner.solve import NothingFitsError
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
@@ -26,10 +27,10 @@ def _simulated(monkeypatch: pytest.MonkeyPatch, *fits: bool) -> list[PlannedRunF
     """Lets the simulator say 100 GiB where a round's strategy does not fit; the files that it was asked about."""
     asked: list[PlannedRunFile] = []
 
-    def refined(files: Sequence[PlannedRunFile], *_: object) -> list[Refined]:
+    def refined(files: Sequence[PlannedRunFile], *_: object) -> list[Simulated]:
         asked.extend(files)
         fine = fits[len(asked) - 1]
-        return [Refined(1.0, (50.0 if fine else 100.0) * 2**30, fits=fine)]
+        return [Simulated(1.0, fine, (50.0 if fine else 100.0) * 2**30)]
 
     monkeypatch.setattr(refine, "refine", refined)
     return asked
@@ -40,7 +41,7 @@ def test_a_runnable_strategy_that_does_not_fit_when_simulated_is_planned_again(
 ) -> None:
     asked = _simulated(monkeypatch, False, True)
     told = refine.solved(_question(runnable=True), 1, lambda _: None)
-    assert len(asked) == 2 and told.refined[0].fits
+    assert len(asked) == 2 and told.simulated[0].fits
     assert told.files[told.chosen].data == asked[1].data != asked[0].data
 
 
@@ -53,4 +54,4 @@ def test_what_never_fits_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_other_questions_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _simulated(monkeypatch, False)
-    assert refine.solved(_question(), 1, lambda _: None).refined[0].fits is False and len(asked) == 1
+    assert refine.solved(_question(), 1, lambda _: None).simulated[0].fits is False and len(asked) == 1

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fit_constants.published_runs import RECIPES, RUNS, TRANSCRIBED
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED
-from hyper_parallel.planner.fit.csv_cells import INPUTS, MEASURED, blind, records
-from hyper_parallel.planner.fit.csv_rows import RunRow, rows
-from hyper_parallel.planner.fit.model_and_machine import network_rate, preset_of
+from hyper_parallel.planner.csv_runs.cells import INPUTS, MEASURED, blind, records
+from hyper_parallel.planner.csv_runs.model_and_machine import network_rate, preset_of
+from hyper_parallel.planner.csv_runs.rows import RunRow, rows
 from hyper_parallel.planner.table import COLUMNS, Table
+from planner.plan_cases import code_names
 from planner.published_run import RUN
 
 
@@ -38,7 +39,7 @@ def test_a_row_is_what_it_states() -> None:
     table = taken()
     assert (table.layers, table.tensor_x, table.pipeline, table.shard, table.batch) == (32, 2, 2, 4, 64)
     assert (table.devices, table.node, table.peak16, table.sequence) == (16, 8, 989e12, 8192)
-    assert table.names("recompute") == ["none"] and table.names("architecture") == ["hopper"]
+    assert code_names(table, "recompute") == ["none"] and code_names(table, "architecture") == ["hopper"]
 
 
 def test_each_filled_cell_is_named_with_where_it_is_from() -> None:
@@ -148,7 +149,7 @@ def test_what_is_sharded(cells: dict[str, str], spread: tuple[int, int, int]) ->
 )
 def test_pipelines(cells: dict[str, str], virtual: int, schedule: str) -> None:
     table = taken(**cells)
-    assert table.virtual == virtual and table.names("schedule") == [schedule]
+    assert table.virtual == virtual and code_names(table, "schedule") == [schedule]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_pipelines(cells: dict[str, str], virtual: int, schedule: str) -> None:
 )
 def test_what_is_computed_again(words: str, kind: str, share: float) -> None:
     table = taken(recompute=words)
-    assert table.names("recompute") == [kind] and table.recomputed == share
+    assert code_names(table, "recompute") == [kind] and table.recomputed == share
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_what_is_computed_again(words: str, kind: str, share: float) -> None:
     ],
 )
 def test_precisions(words: str, hardware: str, precision: str) -> None:
-    assert taken(precision=words, hardware=hardware).names("precision") == [precision]
+    assert code_names(taken(precision=words, hardware=hardware), "precision") == [precision]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_a_device_that_may_draw_less_has_a_slower_clock() -> None:
 def test_what_torchtitan_means_by_its_words() -> None:
     titan = {"framework": "torchtitan", "tp": "1", "pp": "1", "recompute": "selective (op)"}
     selective = taken(**titan)
-    assert selective.names("recompute") == ["full"] and selective.recomputed == 0.5
+    assert code_names(selective, "recompute") == ["full"] and selective.recomputed == 0.5
     compiled = taken(**titan | {"framework": "torchtitan, torch.compile"})
     assert (selective.fused, compiled.fused) == (0, 1) and selective.logit_bytes > compiled.logit_bytes
     assert one(**titan, precision="FP8")[1].profile == "torchtitan-compiled"

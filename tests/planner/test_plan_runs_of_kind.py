@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fit_constants.fit import collected
+from fit_constants.published_runs import RECIPES, RUNS, TRANSCRIBED, evidence
 
 from hyper_parallel.cluster import Cluster
-from hyper_parallel.planner import answer, error_interval
+from hyper_parallel.planner import error_interval
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.error_interval import Runs, between, collected, published, support, widening
-from hyper_parallel.planner.evidence import RECIPES, RUNS, TRANSCRIBED, evidence
+from hyper_parallel.planner.error_interval import Runs, between, published, support, widening
 from hyper_parallel.planner.framework_profiles import GENERIC
-from hyper_parallel.planner.page import page
+from hyper_parallel.planner.page import page_of
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.solve import solve
 from hyper_parallel.planner.table import Table
+from hyper_parallel.planner.training import answer_of
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
@@ -101,7 +103,7 @@ def test_the_interval_is_wider_in_its_logarithm(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_kept_is_what_is_published() -> None:
-    """The package's list beside the constants is that of its runs."""
+    """The list beside the constants is that of the published runs."""
     rows = [evidence(RUNS, RECIPES), evidence(TRANSCRIBED)]
     found = [one for runs in rows for one in collected(runs.table.take(runs.timed), runs.sources[runs.timed])]
     assert tuple(found) == published()
@@ -113,10 +115,11 @@ def test_an_answer_says_what_it_rests_on() -> None:
         workload=Workload(shape("qwen3-30b-a3b"), 64, 4096), cluster=Cluster.named("910bx8"), devices=8
     )
     one = solve(question, fitted())
-    sentence = one.support.sentence
+    answer, rests_on = answer_of(one), support(one.best[0].row)
+    sentence = rests_on.sentence
     assert "mixtures of experts on Ascend" in sentence and "interval widened" in sentence
-    assert one.support.wider > 1
-    assert sentence in answer.text(one)
-    assert answer.to_json(one)["evidence"]["sentence"] == sentence
-    assert answer.to_json(one)["evidence"]["wider"] == one.support.wider
-    assert sentence in page(one, one.best)
+    assert rests_on.wider > 1
+    assert sentence in answer.text()
+    assert answer.to_json()["evidence"]["sentence"] == sentence
+    assert answer.to_json()["evidence"]["wider"] == rests_on.wider
+    assert sentence in page_of(answer, one, one.best).html()

@@ -18,7 +18,7 @@ from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL
 from hyper_parallel.planner.lower_bounds import Bounds
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PIPELINES
-from hyper_parallel.planner.search import _Found, answer
+from hyper_parallel.planner.search import _Best, search
 from hyper_parallel.planner.space import StrategySpace
 from hyper_parallel.planner.table import SPREAD
 from hyper_parallel.workload.published import shape
@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.mark.parametrize("asked", CASES)
 def test_the_answer_is_the_best_of_all_points(asked: Question) -> None:
-    found = answer(asked, K)
+    found = search(asked, K)
     best, counted = float("inf"), 0
     for table in listed(asked):
         seen = estimate(table, K)
@@ -88,19 +88,19 @@ def test_the_next_best_are_the_best_of_other_degrees() -> None:
             best[tuple(kind)] = min(least, best.get(tuple(kind), np.inf))
     # Of those that take as long and differ in data and context alone, one.
     once = {(*kind[:3], kind[4], float(f"{seconds:.8e}")): seconds for kind, seconds in best.items()}
-    told = [choice.seconds for choice in answer(asked, K).best]
+    told = [choice.seconds for choice in search(asked, K).best]
     assert told == pytest.approx(sorted(once.values())[:5], rel=1e-9)
 
 
 def test_of_equal_times_fewer_axes_win() -> None:
     # Nothing is exchanged but gradients, over the same ranks.
-    found = answer(question(gib=80.0, devices=4, fix={"tensor": 1, "pipeline": 1, "micro": (1, 2)}), K)
+    found = search(question(gib=80.0, devices=4, fix={"tensor": 1, "pipeline": 1, "micro": (1, 2)}), K)
     seconds = [round(choice.seconds, 8) for choice in found.best]
     assert len(seconds) == len(set(seconds))
     # With context the same time needs less memory, and yet more machinery.
     rows = {name: np.full(2, float(value)) for name, value in SPREAD.items()}
     rows |= {"shard": np.array([2.0, 4.0]), "context": np.array([2.0, 1.0]), "kind": np.array([0.0, 1.0])}
-    kinds = _Found(top=2, by_memory=False, kinds=2)
+    kinds = _Best(top=2, by_memory=False, kinds=2)
     kinds.add(rows, np.array([1.0, 1.0 + 1e-12]), np.array([5.0, 6.0]))
     assert [row["context"] for row in kinds.best()] == [1.0]
 
@@ -213,14 +213,14 @@ def test_links_of_a_supernode_that_is_one_node_do_not_loosen_bounds() -> None:
     assert np.all(alone(inside=0.75, across=0.76) >= 0.97 * alone(inside=0.76, across=0.75))
 
 
-def test_the_same_question_has_the_same_answer() -> None:
-    first, second = (answer(question(gib=14.0, fix=SMALL), K) for _ in range(2))
-    assert [choice.spread for choice in first.best] == [choice.spread for choice in second.best]
+def test_the_same_question_has_the_same_search() -> None:
+    first, second = (search(question(gib=14.0, fix=SMALL), K) for _ in range(2))
+    assert [choice.strategy for choice in first.best] == [choice.strategy for choice in second.best]
     assert first.pruned == second.pruned
 
 
 def test_what_fits_nowhere_has_its_smallest_strategy() -> None:
-    found = answer(question(gib=1.6, fix={"state_on_host": 0, "activations_on_host": 0}, devices=4), K)
+    found = search(question(gib=1.6, fix={"state_on_host": 0, "activations_on_host": 0}, devices=4), K)
     assert not found.best
     assert found.smallest is not None
     assert not found.smallest.fits
@@ -230,11 +230,11 @@ def test_what_fits_nowhere_has_its_smallest_strategy() -> None:
 
 
 def test_fixed_columns_hold_and_runnable_keeps_out_what_train_lacks() -> None:
-    found = answer(question(fix={"tensor": 4, "zero": (2, 3), "recompute": "none"}), K)
-    assert {(c.spread["tensor_x"], c.spread["recompute"]) for c in found.best} == {(4, "none")}
-    assert {c.spread["zero"] for c in found.best} <= {0, 2, 3}
-    runs = answer(question(gib=14.0, runnable=True), K)
-    assert {c.spread["schedule"] for c in runs.best} <= set(PIPELINES)
+    found = search(question(fix={"tensor": 4, "zero": (2, 3), "recompute": "none"}), K)
+    assert {(c.strategy["tensor_x"], c.strategy["recompute"]) for c in found.best} == {(4, "none")}
+    assert {c.strategy["zero"] for c in found.best} <= {0, 2, 3}
+    runs = search(question(gib=14.0, runnable=True), K)
+    assert {c.strategy["schedule"] for c in runs.best} <= set(PIPELINES)
 
 
 @pytest.mark.parametrize(
@@ -255,4 +255,4 @@ def test_fixed_columns_hold_and_runnable_keeps_out_what_train_lacks() -> None:
 )
 def test_what_cannot_be_asked_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        answer(question(**options), K)
+        search(question(**options), K)

@@ -11,14 +11,13 @@ import pytest
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.answer import text, ties, to_json
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.metrics import Answer
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import answer, within
-from hyper_parallel.planner.solve import AXES, TIE, Tied, simplest, solve
+from hyper_parallel.planner.search import Found, search, within
+from hyper_parallel.planner.solve import AXES, TIE, simplest, solve
 from hyper_parallel.planner.table import SPREAD
+from hyper_parallel.planner.training import answer_of
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 from planner.plan_cases import EXPERTS, listed, question
@@ -50,12 +49,12 @@ def _points(case: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 @functools.cache
-def _answer(case: str, tie: float = 0.0) -> Answer:
-    return answer(CASES[case], K, tie)
+def _found(case: str, tie: float = 0.0) -> Found:
+    return search(CASES[case], K, tie)
 
 
 @functools.cache
-def _simplest(case: str, tie: float) -> tuple[Answer, Tied | None]:
+def _simplest(case: str, tie: float) -> Found:
     return simplest(replace(CASES[case], tie=tie), K)
 
 
@@ -63,23 +62,23 @@ def _simplest(case: str, tie: float) -> tuple[Answer, Tied | None]:
 @pytest.mark.parametrize("tie", [TIE, 0.2])
 def test_ties_are_those_of_listing_all(case: str, tie: float) -> None:
     columns, seconds = _points(case)
-    found = _answer(case, tie)
+    found = _found(case, tie)
     near = seconds <= seconds.min() * (1 + tie)
     data = columns["replicate"] * columns["shard"]
     kinds = np.stack([data, *(columns[axis] for axis in AXES)])[:, near]
     assert len(found.ties) == len(np.unique(kinds, axis=1).T)
-    assert found.best[0].seconds == _answer(case).best[0].seconds
+    assert found.best[0].seconds == _found(case).best[0].seconds
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tie", [TIE, 0.2])
 def test_no_axis_of_the_answer_could_go_within_the_tie(case: str, tie: float) -> None:
     columns, seconds = _points(case)
-    found, tied = _simplest(case, tie)
+    found = _simplest(case, tie)
     first = found.best[0]
-    assert tied is not None
-    assert tied.quickest.seconds == pytest.approx(seconds.min(), rel=1e-9)
-    degrees = {axis: float(getattr(first.table, axis)[0]) for axis in AXES}
+    assert found.quickest is not None
+    assert found.quickest.seconds == pytest.approx(seconds.min(), rel=1e-9)
+    degrees = {axis: float(getattr(first.row, axis)[0]) for axis in AXES}
     several = [axis for axis, degree in degrees.items() if degree > 1]
     for axis in several:
         if axis in CASES[case].fix:
@@ -96,19 +95,19 @@ def test_no_axis_of_the_answer_could_go_within_the_tie(case: str, tie: float) ->
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_moved_to_the_host_where_the_same_axes_tie_without(case: str) -> None:
     columns, seconds = _points(case)
-    found, tied = _simplest(case, TIE)
-    assert tied is not None
+    found = _simplest(case, TIE)
+    assert found.quickest is not None
     first = found.best[0]
-    same = np.logical_and.reduce([columns[axis] == float(getattr(first.table, axis)[0]) for axis in AXES])
+    same = np.logical_and.reduce([columns[axis] == float(getattr(first.row, axis)[0]) for axis in AXES])
     stays = (columns["state_on_host"] == 0) & (columns["activations_on_host"] == 0)
-    most = max(first.seconds, tied.quickest.seconds * (1 + TIE))
+    most = max(first.seconds, found.quickest.seconds * (1 + TIE))
     possible = bool((seconds[same & stays] <= most * (1 - 1e-9)).any())
-    chosen = first.spread
+    chosen = first.strategy
     assert (chosen["state_on_host"] == 0 and chosen["activations_on_host"] == 0) == possible
 
 
 def test_within_finds_the_quickest_or_nothing() -> None:
-    asked, best = CASES["tight"], _answer("tight").best[0]
+    asked, best = CASES["tight"], _found("tight").best[0]
     found = within(asked, K, best.seconds * 1.01)
     assert found is not None
     assert found.seconds == best.seconds
@@ -122,13 +121,13 @@ def test_llama_8b_on_64_devices_has_data_parallelism_alone() -> None:
     one = solve(asked)
     assert [one.best[0].strategy[axis] for axis in AXES] == [1] * len(AXES)
     assert one.best[0].strategy["state_on_host"] == 0
-    assert one.tied is not None
-    (said,) = ties(one)
-    assert f"{one.tied.sets} sets of axes tie" in said
-    assert said in " ".join(text(one).split())
-    found: dict[str, Any] = to_json(one)
+    answer = answer_of(one)
+    (said,) = [sentence for sentence in answer.sentences if "count as equal" in sentence]
+    assert f"{len(one.found.ties)} sets of axes tie" in said
+    assert said in " ".join(answer.text().split())
+    found: dict[str, Any] = answer.to_json()
     assert found["ties"]["quickest"]["step_time_s"] <= found["best"][0]["step_time_s"]
-    assert one.answer.gap <= TIE
+    assert one.found.gap <= TIE
     axes = [tuple(best.strategy[axis] for axis in ("replicate", "shard", *AXES)) for best in one.best]
     assert len(set(axes)) == len(axes)
 
@@ -136,9 +135,11 @@ def test_llama_8b_on_64_devices_has_data_parallelism_alone() -> None:
 def test_no_tie_is_asked_for() -> None:
     asked = question(gib=14.0, fix=SMALL)
     one = solve(asked, K)
-    assert one.tied is None
-    assert ties(one) == []
-    assert to_json(one)["ties"] is None
+    assert one.found.quickest is None
+    answer = answer_of(one)
+    assert dict(answer.lines)["ties"] == "not asked for: the quickest estimate comes first"
+    assert not any("count as equal" in sentence for sentence in answer.sentences)
+    assert answer.to_json()["ties"] is None
 
 
 def test_a_tie_is_a_share() -> None:
@@ -150,9 +151,9 @@ def test_an_axis_goes_whose_removal_costs_less_than_a_tie() -> None:
     # Context and tensor tie with the quickest; tensor alone is beyond that, and within a tie of both.
     work = Workload(shape("llama-3-70b"), 1024, 8192)
     asked = Question(workload=work, cluster=Cluster.named("h100x512"), tie=TIE)
-    first = simplest(asked, fitted())[0].best[0]
+    first = simplest(asked, fitted()).best[0]
     for axis in AXES:
-        if getattr(first.table, axis)[0] > 1:
-            others = {other: 1 for other in AXES if getattr(first.table, other)[0] == 1}
+        if getattr(first.row, axis)[0] > 1:
+            others = {other: 1 for other in AXES if getattr(first.row, other)[0] == 1}
             limited = replace(asked, tie=0.0, fix={**others, axis: 1})
             assert within(limited, fitted(), first.seconds * (1 + TIE)) is None, axis

@@ -12,11 +12,12 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.presets import names
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.columns import ARCHITECTURES, CODES, ORDERS, Profile, architecture, code
+from hyper_parallel.planner.columns import ARCHITECTURES, CODES, ORDERS, architecture, code
 from hyper_parallel.planner.framework_profiles import GENERIC
-from hyper_parallel.planner.table import COLUMNS, PROFILE_COLUMNS, Table, of_cluster
+from hyper_parallel.planner.table import COLUMNS, Table, of_cluster
 from hyper_parallel.workload.shape import Latent, Shape
 from hyper_parallel.workload.workload import Workload
+from planner.plan_cases import code_names
 
 TINY = Shape("tiny", 2, 64, 4, 2, 16, ffn=256, gated=True, vocabulary=1000)
 WORK = Workload(TINY, batch=8, sequence=128)
@@ -32,7 +33,7 @@ def test_columns_say_what_is_trained_on_what_and_spread_how() -> None:
     assert (made.hidden, made.gated, made.batch, made.zero) == (64, 1, 8, 3)
     assert made.devices.tolist() == [1, 2, 4]
     assert (made.node, made.node_rate, made.peak8) == (8, 450e9, 1979e12)
-    assert made.names("recompute") == ["none"] * 3
+    assert code_names(made, "recompute") == ["none"] * 3
     assert all(getattr(made, name).dtype == np.float64 for name in COLUMNS)
 
 
@@ -61,9 +62,10 @@ def test_columns_of_different_lengths_are_refused() -> None:
         table(shards=2)
 
 
-def test_every_profile_column_is_a_fact_of_a_profile() -> None:
-    facts = {field.name for field in dataclasses.fields(Profile)}
-    assert set(PROFILE_COLUMNS) <= facts
+def test_every_column_is_there_once() -> None:
+    assert len(COLUMNS) == len(set(COLUMNS))
+    with pytest.raises(TypeError, match=r"\['hidden'\]"):
+        Table(**{name: 1.0 for name in COLUMNS if name != "hidden"})
 
 
 @pytest.mark.parametrize("name", names())

@@ -9,8 +9,8 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict, yaml12
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.submodels.answer import Answer, allocated_run_file, memory_of_parts
-from hyper_parallel.planner.submodels.page import colocated_lanes, disjoint_lanes, page
+from hyper_parallel.planner.submodels.answer import allocated_run_file, answer_of, notes_of
+from hyper_parallel.planner.submodels.page import colocated_lanes, disjoint_lanes
 from hyper_parallel.planner.submodels.search import (
     Allocations,
     allocations,
@@ -28,6 +28,7 @@ from hyper_parallel.planner.submodels.sizes import (
     copies,
     encoder_bytes,
     media_dealt,
+    memory_of_parts,
     rows_dealt,
 )
 from hyper_parallel.report.html import CAUSES, shares
@@ -124,9 +125,8 @@ def test_rows_without_a_partner_cost_copies() -> None:
     assert encoder_bytes(more, sizes, 0, 8) - encoder_bytes(given, sizes, 0, 8) == 2 * 12 * GIB
     sevens = task(encoder(), rows=[(float(n),) for n in (4, 4, 4, 4, 4, 4, 4, 0)])
     forced = best(sevens, iter([Sizes(1, 1, 1, 2, (2,))]), disjoint)
-    answer = Answer("small", "4 devices of h100", Allocations(sevens, forced, forced), 128)
     # Eight rows with four images and two with none, of which one each is a copy.
-    assert "compute 20% of their rows twice" in " ".join(answer.notes())
+    assert "compute 20% of their rows twice" in " ".join(notes_of(Allocations(sevens, forced, forced)))
 
 
 def test_what_does_not_fit_is_told_in_one_line() -> None:
@@ -181,7 +181,7 @@ def test_the_run_file_says_what_was_chosen() -> None:
     apart = allocations(task(encoder(seconds=0.4), devices=4))
     given = from_dict(run(train={"batch": 8, "steps": 3, "compile": True}, strategy={"axes": {"shard": 2}}))
     for found in (replace(apart, colocated=best(apart.task, iter(()), colocated)), apart):
-        text, _ = allocated_run_file(given, Answer("small", "4 devices", found, 128))
+        text, _ = allocated_run_file(given, found, "4 devices")
         made = from_dict(yaml12.parse(text, "made"))
         sizes = found.chosen.sizes
         assert sizes is not None
@@ -203,7 +203,7 @@ def test_the_run_file_says_what_was_chosen() -> None:
 def test_open_axes_are_replaced(strategy: object) -> None:
     found = allocations(task(encoder(seconds=0.4), devices=4))
     given = from_dict(run(train={"batch": 8, "steps": 3}, strategy=strategy))
-    text, _ = allocated_run_file(given, Answer("small", "4 devices", found, 128))
+    text, _ = allocated_run_file(given, found, "4 devices")
     made = from_dict(yaml12.parse(text, "made"))
     assert not made.open
     assert "auto" not in text.partition("strategy:")[2]
@@ -212,11 +212,11 @@ def test_open_axes_are_replaced(strategy: object) -> None:
 
 def test_the_page_begins_with_the_verdict_and_draws_both() -> None:
     found = allocations(task(encoder(seconds=0.4), encoder("audio"), devices=4))
-    answer = Answer("small <model>", "4 devices of h100", found, 128)
+    answer = answer_of(found, "small <model>", "4 devices of h100", 128)
     lines = answer.short(80).splitlines()
     assert lines[0].startswith("simulated: small <model> on 4 devices of h100: ")
     assert len(lines) <= 10 and max(map(len, lines)) <= 80
-    html = page(answer)
+    html = answer.page()
     assert html.count("<svg") == 2
     assert "small &lt;model&gt;" in html
     assert html.index("devices of their own") < html.index("<svg")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,8 @@ from hyper_parallel.cli.arguments import as_json
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hyper_parallel.planner.query import Question
+    from hyper_parallel.planner.answer import Answer
     from hyper_parallel.workload.shape import Shape
-    from hyper_parallel.workload.workload import Adapter
 
 SHORT = 80
 """Columns of the lines that an answer begins with, also where the terminal is wider."""
@@ -157,7 +157,7 @@ def plan(
     """
     a_run = bool(overrides) and "=" not in overrides[0]
     if not generate and (a_run or options["images"] or options["recordings"]):
-        _with_encoders(model, cluster, overrides, options, as_json)
+        show(_with_encoders(model, cluster, overrides, options), options, as_json)
         return
     if not generate and (overrides or options["most"] or options["slow_ok"]):
         raise click.UsageError(
@@ -178,55 +178,56 @@ def plan(
     assert cluster is not None
     _check_folders(options)
     if generate:
-        from hyper_parallel.cli.plan_generate import plan_generation
+        from hyper_parallel.cli.plan_generate import generation_answer
 
         shape, section = _model(model)
         options["evaluate"] = evaluate
-        plan_generation(
-            shape, model, section, cluster, overrides, options, as_json, _width(), _progress(), write=_write
-        )
+        plan = generation_answer(shape, section or model, cluster, overrides, options, _progress())
+        show(plan, options, as_json)
         return
-    from hyper_parallel.planner import query
+    from hyper_parallel.cli.plan_training import training_answer
 
-    lengths = query.span("--sequence", options["sequence"])
-    counts = query.span("--devices", options["devices"]) if options["devices"] else (0,)
-    if (len(lengths) > 1) + (len(counts) > 1) + options["fit"] > 1:
-        raise click.UsageError(
-            "ask for one of --fit, a range of --devices, and a range of --sequence at a time"
-        )
-    shape, section = _model(model)
-    question = _question(shape, cluster, counts[-1], lengths[0], options)
-    if options["fit"] or len(lengths) > 1 or len(counts) > 1:
-        for option in ("compare", "refine", "out", "html"):
-            if options[option]:
-                raise click.UsageError(f"--{option} is for one number of devices and one length")
-        _series(question, counts, lengths, options, as_json)
+    show(training_answer(partial(_model, model), cluster, options, _progress()), options, as_json)
+
+
+def show(answer: Answer, options: Mapping[str, Any], as_json: bool) -> None:
+    """Print an answer, and write its file and its page where they are asked for."""
+    from hyper_parallel.report.table import terminal_width
+
+    if as_json:
+        click.echo(json.dumps(answer.to_json(), indent=2))
     else:
-        _one(question, section, options, as_json)
+        width = terminal_width()
+        texts = [answer.text(width)] if options["details"] else []
+        if not texts or answer.brief is None:
+            texts.insert(0, answer.short(min(width, SHORT)))
+        click.echo("\n\n".join(texts))
+    if options["out"] is not None and answer.file is not None:
+        file = answer.file()
+        _write("--out", options["out"], file.text)
+        for note in file.notes:
+            click.echo(f"note: {note}", err=True)
+        click.echo(f"next:    hyper-parallel {file.command} {options['out']}{file.options}", err=True)
+    if options["html"] is not None and answer.drawn is not None:
+        _write("--html", options["html"], answer.page())
 
 
 def _with_encoders(
-    model: str | None,
-    cluster: str | None,
-    overrides: tuple[str, ...],
-    options: dict[str, Any],
-    as_json: bool,
-) -> None:
-    """A run file with images or sound, or a model with stated numbers of them."""
-    from hyper_parallel.cli.plan_submodels import Output, plan_run, plan_stated
+    model: str | None, cluster: str | None, overrides: tuple[str, ...], options: dict[str, Any]
+) -> Answer:
+    """Of a run file with images or sound, or a model with stated numbers of them."""
+    from hyper_parallel.cli.plan_submodels import answer_of_run, answer_of_stated
 
     if cluster is None:
         raise click.UsageError("give --cluster")
     _check_folders(options)
-    output = Output(cluster, options, as_json, _width(), _progress(), _write)
     if overrides and model is not None:
         raise click.UsageError("give a run file or --model, not both; a run file names its model")
     if overrides:
-        plan_run(overrides[0], overrides[1:], output)
-    elif model is None or options["batch"] is None:
+        return answer_of_run(overrides[0], overrides[1:], cluster, options, _progress())
+    if model is None or options["batch"] is None:
         raise click.UsageError("give --model and --batch with --images and --recordings, or a run file alone")
-    else:
-        plan_stated(model, output)
+    return answer_of_stated(model, cluster, options, _progress())
 
 
 def _check_folders(options: dict[str, Any]) -> None:
@@ -237,61 +238,6 @@ def _check_folders(options: dict[str, Any]) -> None:
             raise ConfigError(
                 f"--{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
             )
-
-
-def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: dict[str, Any]) -> Question:
-    from dataclasses import replace
-
-    from hyper_parallel.cluster import Cluster
-    from hyper_parallel.planner import query
-    from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL, profile
-    from hyper_parallel.planner.query import Question
-    from hyper_parallel.planner.solve import TIE
-    from hyper_parallel.workload.workload import Workload
-
-    machine = Cluster.named(cluster)
-    if not machine.name:
-        machine = replace(machine, name=cluster)
-    if options["fit"] and not devices and not machine.ranks:
-        devices = 1
-    if machine.ranks and devices > machine.ranks:
-        raise ConfigError(
-            f"--devices {devices:,}: {cluster} has {machine.ranks:,}; name the cluster without a number of devices, or "
-            "with more"
-        )
-    # What `train` is to run does what `train` does: it keeps other bytes, and fuses other kernels, than most.
-    usual = HYPER_PARALLEL if options["runnable"] else GENERIC
-    return Question(
-        workload=Workload(
-            shape,
-            query.whole("--batch", options["batch"]),
-            sequence,
-            options["precision"],
-            options["optimizer"],
-            _adapter(options),
-            query.whole("--prediction-modules", options["prediction_modules"], least=0),
-        ),
-        cluster=machine,
-        profile=profile(options["framework"]) if options["framework"] else usual,
-        devices=devices,
-        fix=query.fixed(options["fix"]),
-        objective=options["objective"],
-        top=options["top"],
-        price=options["price"],
-        runnable=options["runnable"],
-        tie=0.0 if options["quickest"] else TIE,
-    )
-
-
-def _adapter(options: dict[str, Any]) -> Adapter | None:
-    """What is trained in place of the whole model."""
-    from hyper_parallel.planner import query
-    from hyper_parallel.workload.workload import Adapter
-
-    if options["lora_rank"] is None:
-        return None
-    targets = tuple(name.strip() for name in options["lora_targets"].split(",") if name.strip())
-    return Adapter(query.whole("--lora-rank", options["lora_rank"]), targets, options["frozen"])
 
 
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
@@ -343,81 +289,13 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
     return Shape.of_config(fields, name), {"config": fields}
 
 
-def _one(question: Question, section: dict[str, Any] | None, options: dict[str, Any], as_json: bool) -> None:
-    """The best strategies for one number of devices and one length."""
-    from hyper_parallel.planner.answer import short, text, to_json
-    from hyper_parallel.planner.solve import solve
-
-    given: dict[str, Any] = {"compare": options["compare"], "tokens": _tokens(options), "model": section}
-    if options["refine"]:
-        # Only now, because this needs torch.
-        from hyper_parallel.planner.refine import solved
-
-        told = solved(question, options["refine"], _progress(), **given)
-    else:
-        told = solve(question, **given)
-    if as_json:
-        click.echo(json.dumps(to_json(told), indent=2))
-    else:
-        click.echo(short(told, min(_width(), SHORT)), nl=False)
-        if options["details"]:
-            click.echo("\n" + text(told, _width()))
-    if options["out"] is not None:
-        file = told.files[told.chosen]
-        _write("--out", options["out"], file.text)
-        for note in file.notes:
-            click.echo(f"note: {note}", err=True)
-        click.echo(f"next:    hyper-parallel train {options['out']}", err=True)
-    if options["html"] is not None:
-        from hyper_parallel.planner.constants import constants_for
-        from hyper_parallel.planner.page import front, page
-
-        _progress()("what memory costs in time")
-        constants = constants_for(question.profile, question.cluster)
-        _write("--html", options["html"], page(told, front(question, constants)))
-
-
-def _series(
-    question: Question,
-    counts: tuple[int, ...],
-    lengths: tuple[int, ...],
-    options: dict[str, Any],
-    as_json: bool,
-) -> None:
-    """A series: over numbers of devices, over sequence lengths, or down to the fewest devices that fit."""
-    from hyper_parallel.planner import solve as sweep
-    from hyper_parallel.planner import sweep_tables
-    from hyper_parallel.planner.constants import constants_for
-
-    say, constants = _progress(), constants_for(question.profile, question.cluster)
-    if options["fit"]:
-        found = sweep.fewest(question, constants, say)
-        told = sweep_tables.fewest(question, found, _tokens(options))
-    elif len(counts) > 1:
-        points = sweep.curve((question.on(count) for count in counts), constants, say)
-        told = sweep_tables.scaling(points, _tokens(options))
-    else:
-        points = sweep.curve((question.at(length) for length in lengths), constants, say)
-        told = sweep_tables.lengths(points)
-    if as_json:
-        click.echo(json.dumps(told.to_json(), indent=2))
-    else:
-        click.echo(told.text(_width()) if options["details"] else told.short(min(_width(), SHORT)).rstrip())
-
-
 def _evaluate(path: Path, as_json: bool) -> None:
     """Print estimates for a CSV's rows."""
     from hyper_parallel.planner.constants import fitted
-    from hyper_parallel.planner.fit.evaluate import evaluate, text
+    from hyper_parallel.planner.csv_runs.evaluate import evaluate, text
 
     rows = evaluate(path, fitted())
     click.echo(json.dumps(rows, indent=1, allow_nan=False) if as_json else text(rows))
-
-
-def _tokens(options: dict[str, Any]) -> float:
-    from hyper_parallel.planner import query
-
-    return query.tokens("--tokens", options["tokens"]) if options["tokens"] else 0.0
 
 
 def _progress() -> Callable[[str], None]:
@@ -429,13 +307,6 @@ def _progress() -> Callable[[str], None]:
             click.echo(f"  {time.monotonic() - begun:5.1f} s  {text}", err=True)
 
     return say
-
-
-def _width() -> int:
-    """Columns of the terminal."""
-    from hyper_parallel.report.table import terminal_width
-
-    return terminal_width()
 
 
 def _write(option: str, path: Path, text: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +10,7 @@ import click
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hyper_parallel.planner.answer import Answer
     from hyper_parallel.workload.shape import Shape
 
 _OF_TRAINING = (
@@ -31,25 +30,21 @@ _OF_TRAINING = (
 """Options that say something about training only."""
 
 
-def plan_generation(
+def generation_answer(
     shape: Shape,
-    model: str,
-    section: dict[str, Any] | None,
+    model: Mapping[str, Any] | str,
     cluster: str,
     overrides: Sequence[str],
     options: dict[str, Any],
-    as_json: bool,
-    width: int,
     say: Callable[[str], None],
-    write: Callable[[str, Path, str], None],
-) -> None:
-    """Print the plan of a workload, and write its file."""
+) -> Answer:
+    """The plan of a workload. `model`: of its file, a section or a published name."""
     from dataclasses import replace
 
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.config.generate import load_plan
     from hyper_parallel.planner import query
-    from hyper_parallel.planner.generate.answer import file_text, short, text, to_json
+    from hyper_parallel.planner.generate.answer import answer_of
     from hyper_parallel.planner.generate.search import GenerationQuestion, most_requests, solve
 
     for option in _OF_TRAINING:
@@ -88,15 +83,5 @@ def plan_generation(
         axes=(axes.tensor, axes.expert) if given else None,
         slow=options["slow_ok"],
     )
-    answer = most_requests(question, say) if options["most"] else solve(question, say)
-    if as_json:
-        click.echo(json.dumps(to_json(answer, options["top"]), indent=2))
-    else:
-        click.echo(short(answer, min(width, 80)), nl=False)
-        if options["details"]:
-            click.echo("\n" + text(answer, options["top"], width))
-    if options["out"] is not None:
-        write("--out", options["out"], file_text(answer.best, section or model))
-        click.echo(
-            f"next:    hyper-parallel simulate {options['out']} --generate --cluster {cluster}", err=True
-        )
+    found = most_requests(question, say) if options["most"] else solve(question, say)
+    return answer_of(found, model, cluster, options["top"])

@@ -4,7 +4,7 @@ No torch. `Cluster.of(strategy)` has the levels of a Strategy's placement and of
 `Cluster.named("h100x2048")` is a published machine; `Cluster.load(path)` is a measured or hand-written one.
 """
 
-from hyper_parallel.cluster.cluster import Cluster, CollectiveCall, Crossing, crossing, misplaced
+from hyper_parallel.cluster.cluster import Cluster, misplaced
 from hyper_parallel.cluster.collective_cost import Leg
 from hyper_parallel.cluster.device import MEASURED, CollectiveTable, CopyTable, Device, Link, Shared, Tier
 from hyper_parallel.cluster.efficiency import Efficiency, MemoryTable, ShapeTable
@@ -12,10 +12,8 @@ from hyper_parallel.cluster.efficiency import Efficiency, MemoryTable, ShapeTabl
 __all__ = [
     "MEASURED",
     "Cluster",
-    "CollectiveCall",
     "CollectiveTable",
     "CopyTable",
-    "Crossing",
     "Device",
     "Efficiency",
     "Leg",
@@ -24,6 +22,5 @@ __all__ = [
     "ShapeTable",
     "Shared",
     "Tier",
-    "crossing",
     "misplaced",
 ]

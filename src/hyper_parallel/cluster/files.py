@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -147,6 +147,24 @@ def known(value: Any, source: str) -> Fact:
 def estimate(value: Any, how: str) -> Fact:
     """A number that is not public."""
     return Fact(value, how, public=False)
+
+
+MEMORY_CURVE = [{"points": [[1e5, 0.3], [1e6, 0.6], [1e7, 0.75], [1e8, 0.9]]}]
+"""Shares of the bandwidth that operators of so many bytes reach, as Calculon states them for the A100."""
+
+
+def matmul_curve(best: float, half: Sequence[float] = (121.0, 192.0, 144.0)) -> list[dict[str, Any]]:
+    """Efficiencies of products: the best share of the peak, and the sizes that reach half of it, here the A100's."""
+    return [{"best": best, "half": list(half)}]
+
+
+def attention_shares(forward: float, backward: float) -> list[dict[str, Any]]:
+    """Efficiencies for causal attention: kernels that skip masked scores reach the same share as unmasked ones."""
+    return [
+        {"layout": f"{direction}{causal}", "best": best}
+        for direction, best in (("forward", forward), ("backward", backward))
+        for causal in ("", " causal")
+    ]
 
 
 Facts = Mapping[str, Fact]

@@ -5,13 +5,14 @@ framework does (`Profile`) give.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from hyper_parallel.workload.shape import Latent
 from hyper_parallel.workload.workload import BASE_BYTES, PRECISIONS, Precision, Workload
 
 Array = npt.NDArray[np.float64]
@@ -49,6 +50,16 @@ def _ranked(numbers: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], int]:
     seen[numbers] = True
     rank = np.cumsum(seen) - 1
     return rank[numbers], int(rank[-1]) + 1 if numbers.size else 0
+
+
+CHUNK = 4096
+"""Rows that are estimated at once: their columns stay in a core's cache."""
+
+
+def chunks(n: int, size: int = CHUNK) -> Iterator[slice]:
+    """Slices of n rows, `size` at a time."""
+    for start in range(0, n, size):
+        yield slice(start, min(n, start + size))
 
 
 def full_like(rows: Columns, **values: float) -> Columns:
@@ -140,13 +151,24 @@ SHAPE = (
     *("attention_layers", "mixer_layers", "mlp_layers"),
 )
 """Fields and properties of Shape."""
-LATENT = ("query_rank", "key_rank", "plain", "rotary", "value")
+LATENT = tuple(field.name for field in fields(Latent))
+"""0 where attention is not latent."""
 MIXER = ("inputs", "inner", "scanned", "moved", "reference", "reference_scanned", "saved")
+"""Of Mixer, in columns that begin with `mixer_`; 0 without another mixer than attention. `mixer_rest` are the elements
+of its other matrices and vectors."""
 ADAPTER = (
-    *("frozen", "frozen_bytes", "adapter_rank", "adapter_inputs", "adapter_outputs"),
-    *("adapted_attention", "adapted_output", "adapted_mlp", "adapted_down"),
+    # 1: only adapters are trained; 0: the whole model, and what follows is 0. Bytes of a frozen weight.
+    *("frozen", "frozen_bytes"),
+    # Features of all adapted linear layers of a mean layer.
+    *("adapter_rank", "adapter_inputs", "adapter_outputs"),
+    # 1: the first or the last linear layers of attention, or of a mixer, have adapters; a gradient needs their input.
+    *("adapted_attention", "adapted_output"),
+    # 1: the first or the last linear layers of MLPs have them.
+    *("adapted_mlp", "adapted_down"),
 )
-"""Columns of adapters; zeros where the whole model is trained."""
+STEP = ("prediction_modules", "sequence", "batch", "precision")
+"""Of Workload; tokens of a sequence, sequences of a step on all devices, a code of PRECISIONS."""
+WORKLOAD_COLUMNS = (*SHAPE, *LATENT, *(f"mixer_{name}" for name in MIXER), "mixer_rest", *ADAPTER, *STEP)
 
 
 def of_workload(workload: Workload) -> dict[str, float]:
@@ -159,8 +181,8 @@ def of_workload(workload: Workload) -> dict[str, float]:
     return {
         **columns,
         "mixer_rest": float(rest),
-        "prediction_modules": float(workload.prediction_modules),
         **_of_adapter(workload),
+        "prediction_modules": float(workload.prediction_modules),
         "sequence": workload.sequence,
         "batch": workload.batch,
         "precision": PRECISIONS.index(workload.precision),
@@ -246,8 +268,6 @@ class Profile:
     """The collectives of a layer's split products run beside them, in parts."""
     overlap_expert: float = 0.0
     """Tokens travel to experts and back beside the computation of another micro-batch."""
-    overlap_shared: float = 0.0
-    """They travel beside shared experts."""
     ordered: float = 0.0
     """Collectives are in the order that `hyper_parallel.overlap` searches: without a pipeline, and with an even number
     of micro-batches, tokens travel to experts and back beside the other micro-batch of a pair, and take turns with

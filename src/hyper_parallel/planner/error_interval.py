@@ -3,8 +3,8 @@
     r = log(estimate / measured) / w        seconds in [s₁ · exp(−w r₉₅), s₀ · exp(−w r₅)]        `between`
 
 w is by how much the interval is wider where few published runs are of the question's kind, or none
-(`runs_of_kind.widening`); in most questions it is 1. r₅ and r₉₅ are quantiles of the residuals of published runs, each
-of a source that was held out while constants were fitted (`fit.judge`) and that does not count for w, each source on
+(`widening`); in most questions it is 1. r₅ and r₉₅ are quantiles of the residuals of published runs, each of a source
+that was held out while constants were fitted (`fit_constants.fit.judge`) and that does not count for w, each source on
 one kind of hardware weighing the same. They are written beside the constants, for models with experts and without
 (`KINDS`), since the former are harder to estimate. What open facts explain of a run is no residual.
 
@@ -49,15 +49,6 @@ def between(t: Table, told: Estimate) -> tuple[Array, Array]:
     return told.fastest * np.exp(-high * wider), told.slowest * np.exp(-low * wider)
 
 
-def quantiles(residuals: Array, weights: Array) -> tuple[float, float]:
-    """The weighted quantiles LOW and HIGH."""
-    order = np.argsort(residuals)
-    sums = np.cumsum(weights[order])
-    places = np.searchsorted(sums, np.array([LOW, HIGH]) * sums[-1])
-    low, high = residuals[order][np.minimum(places, residuals.size - 1)]
-    return float(low), float(high)
-
-
 # Which published runs an estimate rests on: how many are of the question's kind, and what follows for its interval.
 #
 # A question's kind has five aspects (`aspects`); a published run counts for
@@ -77,7 +68,7 @@ def quantiles(residuals: Array, weights: Array) -> tuple[float, float]:
 # in the logarithm. √(1 + 1/n) is by how much the spread of one more source about the mean of n exceeds that of a source
 # about the true mean; from three sources on the quantiles of residuals, which are of many sources, hold it. The 2 is a
 # choice, fixed before any interval was computed with it. Quantiles are of residuals over w of their own row, its source
-# left out (`fit.cross_validation`), so that nine of ten rows stay within intervals that are made of them.
+# left out (`fit_constants.fit`), so that nine of ten rows stay within intervals that are made of them.
 
 NEAR = 4.0
 """A run of up to so many times fewer devices, or tokens of a sequence, tells of a question."""
@@ -158,7 +149,9 @@ class Support:
             return f"{alike}; {format.rows:,} of any model are {format.of}"
         few = min(one.sources for one in self.aspects)
         scarce = next(one for one in self.aspects if one.sources == few)
-        what = _whole(scarce, self.aspects[0])
+        # What an aspect's runs are of, its model included.
+        whole = {"model": scarce.of, "format": f"any model {scarce.of}"}
+        what = whole.get(scarce.name, f"{self.aspects[0].of} {scarce.of}")
         if few == 0:
             return f"no published run of {what}: interval widened {self.wider:.2g} times"
         sources = "1 source" if few == 1 else f"{few} sources"
@@ -174,11 +167,6 @@ class Support:
         }
 
 
-def _whole(one: Aspect, model: Aspect) -> str:
-    """What an aspect's runs are of, its model included."""
-    return {"model": one.of, "format": f"any model {one.of}"}.get(one.name, f"{model.of} {one.of}")
-
-
 def kinds(t: Table) -> tuple[NDArray[np.str_], NDArray[np.str_], NDArray[np.str_]]:
     """Model, device and format of each row."""
     model = np.where(t.experts > 0, "mixture", "dense")
@@ -187,18 +175,6 @@ def kinds(t: Table) -> tuple[NDArray[np.str_], NDArray[np.str_], NDArray[np.str_
     device = np.array(ARCHITECTURES)[t.architecture.astype(np.intp)]
     format = np.array([_FORMATS[name] for name in PRECISIONS])[t.precision.astype(np.intp)]
     return np.broadcast_to(model, t.n), np.broadcast_to(device, t.n), np.broadcast_to(format, t.n)
-
-
-def collected(t: Table, sources: NDArray[np.str_]) -> list[Runs]:
-    """The runs of a table, by source and kind."""
-    devices, sequence = (np.broadcast_to(column, t.n) for column in (t.devices, t.sequence))
-    found: dict[tuple[str, str, str, str], list[int]] = {}
-    for row, (source, model, device, format) in enumerate(zip(sources, *kinds(t), strict=True)):
-        found.setdefault((str(source), str(model), str(device), str(format)), []).append(row)
-    return [
-        Runs(*key, rows=len(rows), devices=float(devices[rows].max()), sequence=float(sequence[rows].max()))
-        for key, rows in sorted(found.items())
-    ]
 
 
 @cache

@@ -22,7 +22,7 @@ from hyper_parallel.planner.format import AXES
 from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import SHARES, Question
 from hyper_parallel.planner.space import ON_HOST, StrategySpace
-from hyper_parallel.planner.table import SPREAD, Table
+from hyper_parallel.planner.table import DEGREES, SPREAD, Table
 from hyper_parallel.report.sheets import Sheet
 from hyper_parallel.units import format_bytes, format_duration
 
@@ -32,9 +32,6 @@ from hyper_parallel.units import format_bytes, format_duration
 # the one with which the step is quickest is shown. Only what is legal in the question's space is looked at. Settings
 # that a change takes the ground from (a schedule without a pipeline, ZeRO without ranks to share with) follow it, and
 # where several would do, those nearest to the strategy do.
-
-DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
-"""Axes whose product is the number of devices."""
 
 FOLLOWERS = ("zero", "sequence_parallel", "method", "schedule", "virtual")
 """Settings that lose their ground, or get one, when an axis becomes 1 or more than 1."""
@@ -72,8 +69,9 @@ class Neighbour:
     figures: Figures
 
 
-def neighbours(row: Table, question: Question, constants: Constants) -> list[Neighbour]:
-    """All of a strategy's neighbours, the quickest first, whether or not they fit. `row` is one row."""
+def neighbours(before: Figures, question: Question, constants: Constants) -> list[Neighbour]:
+    """All of a strategy's neighbours, the quickest first, whether or not they fit."""
+    row = before.row
     own = {name: float(getattr(row, name)[0]) for name in SPREAD}
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for names, columns in _groups_of_changes(own, question):
@@ -94,7 +92,6 @@ def neighbours(row: Table, question: Question, constants: Constants) -> list[Nei
         return []
     rows = list(found.values())
     table = row.replaced(**{name: np.array([one[name] for one in rows]) for name in SPREAD})
-    before = figures(row, estimate(row, constants))[0]
     made: dict[str, Neighbour] = {}
     for one in figures(table, estimate(table, constants)):
         change = _words(before, one)
@@ -263,12 +260,10 @@ class Explanation:
     sheets: tuple[Sheet, ...]
     sentences: tuple[str, ...]
     """What binds, in words."""
+    limit: str
+    """What keeps the step from being quicker, in a line."""
     changes: tuple[Neighbour, ...]
     eased: tuple[Eased, ...]
-    blocked: Neighbour | None
-    """The quickest change that needs more memory than there is; None where memory does not bind."""
-    next_best: Neighbour | None
-    """The quickest change that fits and is slower."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; times are seconds, memory is bytes; all are estimated."""
@@ -287,18 +282,20 @@ class Explanation:
         }
 
 
-def explain(row: Table, question: Question, constants: Constants) -> Explanation:
-    """Why the strategy of a row is what it is, of all that the question leaves open."""
-    best = figures(row, estimate(row, constants))[0]
-    changes = tuple(neighbours(row, question, constants))
-    eased = tuple(_eased(row, constants))
+def explain(best: Figures, question: Question, constants: Constants) -> Explanation:
+    """Why a strategy is what it is, of all that the question leaves open."""
+    changes = tuple(neighbours(best, question, constants))
+    eased = tuple(_eased(best.row, constants))
+    # The quickest change that needs more memory than there is, and the quickest that fits and is slower.
     blocked = next((one for one in changes if _shorter(one, best) and not one.figures.fits), None)
     slower = (one for one in changes if one.figures.fits and one.figures.seconds > (1 + CLOSE) * best.seconds)
-    next_best = next(slower, None)
     sheets = (_time(best), _memory(best), _changes(best, changes), _twice(eased))
-    sentences = tuple(_binds(best, blocked, next_best, eased))
     return Explanation(
-        tuple(one for one in sheets if one.rows), sentences, changes, eased, blocked, next_best
+        tuple(one for one in sheets if one.rows),
+        tuple(_binds(best, blocked, next(slower, None), eased)),
+        _limit(best, blocked, eased),
+        changes,
+        eased,
     )
 
 
@@ -379,30 +376,37 @@ def _twice(eased: Sequence[Eased]) -> Sheet:
     )
 
 
+def _limit(best: Figures, blocked: Neighbour | None, eased: Sequence[Eased]) -> str:
+    """What keeps the step from being quicker, in a line."""
+    if blocked is not None:
+        saves = format.signed(blocked.figures.seconds / best.seconds - 1)
+        # What follows from a change of axes is in the details.
+        change = blocked.change.partition(", sequence_parallel")[0]
+        return f"memory: {change} ({saves}) needs {format_bytes(blocked.figures.peak)}"
+    if eased and eased[0].saved > 0:
+        return f"{eased[0].what}: twice of it saves {eased[0].saved:.0%}; memory does not bind"
+    return "memory does not bind"
+
+
 def _binds(
     best: Figures, blocked: Neighbour | None, next_best: Neighbour | None, eased: Sequence[Eased]
-) -> list[str]:
+) -> Iterator[str]:
     """What keeps the step from being quicker, in sentences."""
-    found = []
     if blocked is not None:
-        found.append(
+        yield (
             f"memory binds: {blocked.change} would take {format_duration(blocked.figures.seconds)} "
             f"({format.signed(blocked.figures.seconds / best.seconds - 1)}, estimated) but needs "
             f"{format.memory(blocked.figures)}"
         )
     else:
-        found.append(
+        yield (
             "memory does not bind: no single change that does not fit would be quicker (estimated; peak "
             f"{format.memory(best)})"
         )
     if next_best is not None:
-        one = next_best
-        found.append(
-            f"the next best, one change away: {one.change}, {format_duration(one.figures.seconds)} "
-            f"({format.signed(one.figures.seconds / best.seconds - 1)}, estimated)"
+        yield (
+            f"the next best, one change away: {next_best.change}, {format_duration(next_best.figures.seconds)} "
+            f"({format.signed(next_best.figures.seconds / best.seconds - 1)}, estimated)"
         )
     if eased and eased[0].saved > 0:
-        found.append(
-            f"what it waits for most: {eased[0].what}; twice of it saves {eased[0].saved:.0%} (estimated)"
-        )
-    return found
+        yield f"what it waits for most: {eased[0].what}; twice of it saves {eased[0].saved:.0%} (estimated)"

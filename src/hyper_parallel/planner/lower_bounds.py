@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.planner.columns import ORDERS, SCHEDULES, Array, Columns, full_like, unique
+from hyper_parallel.planner.columns import ORDERS, SCHEDULES, Array, Columns, chunks, full_like, unique
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.dims import held, trained
 from hyper_parallel.planner.cost_model.layer import sent
@@ -59,8 +59,6 @@ PASSES = ("products", "attention", "elementwise", "again", "tensor", "expert", "
 """Parts of a estimate that are a layer's passes, gathers of split weights apart."""
 INTERLEAVED, ZB_V, DUALPIPE = (SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe"))
 _HIDING = 0.7
-_ROWS = 4096
-"""Rows at once: their columns stay in a core's cache."""
 _CLOSE = 1 - 1e-9
 """A bound and the estimate that it bounds are sums in another order; they may differ by rounding."""
 
@@ -124,8 +122,7 @@ class Bounds:
         some = split["zero"] == split["zero"].min() if parent.size else np.zeros(0, dtype=bool)
         split, parent = {name: column[some] for name, column in split.items()}, parent[some]
         for order in self._orders():
-            for start in range(0, parent.size, _ROWS):
-                part = slice(start, start + _ROWS)
+            for part in chunks(parent.size):
                 spread = {name: split[name][part] for name in split if name in SPREAD}
                 dual = split["dual"][part] * DUALPIPE
                 spread |= {"zero": np.zeros(1), "order": np.full(1, float(order)), "schedule": dual}
@@ -225,7 +222,7 @@ class Bounds:
         The share is that with which the device is not exceeded: 0 where some way without full recompute may fit.
         """
         space, k = self.space, self.constants
-        device = (float(self.base.capacity[0]) - k.outside) / k.slack
+        device = k.usable(float(self.base.capacity[0]))
         n = rows["micro"].size
         state, weights = space.levels[-1]
         moved = float(space.on_host["activations_on_host"].max())
@@ -280,9 +277,8 @@ def by_cost(table: Table) -> npt.NDArray[np.bool_]:
 #
 # Solved for w, these give the least w of each rank; the group needs the largest of them (`Room.least`).
 
-Floats = npt.NDArray[np.float64]
-Share = Floats | float
-Stages = list[dict[str, Floats]]
+Share = Array | float
+Stages = list[dict[str, Array]]
 """Bytes by kind of a rank of each stage."""
 ROUNDING = 1e-10
 """Of a limit: how far this sum and the model's, which adds in another order, may be apart."""
@@ -292,11 +288,11 @@ ROUNDING = 1e-10
 class Room:
     """Bytes of the ranks that may be the fullest; columns are [ranks, n]."""
 
-    fixed: Floats
-    state: Floats
-    weights: Floats
-    activations: Floats
-    fewer: Floats
+    fixed: Array
+    state: Array
+    weights: Array
+    activations: Array
+    fewer: Array
     """Activations that are not kept where all layers are computed again; zeros where how many is given."""
 
     @classmethod
@@ -310,7 +306,7 @@ class Room:
         last = again if again is not None else kept
         n = max(column.size for stage in (*kept, *last) for column in stage.values())
 
-        def column(stages: Stages, *kinds: str) -> Floats:
+        def column(stages: Stages, *kinds: str) -> Array:
             return np.stack([sum((stage[kind] for kind in kinds), np.zeros(n)) for stage in stages])
 
         activations = column(kept, "activations")
@@ -327,30 +323,30 @@ class Room:
         """The rows of an index."""
         return Room(*(getattr(self, name)[:, index] for name in self.__dataclass_fields__))
 
-    def peak(self, state: Share, weights: Share, moved: Share, share: Share = 0.0) -> Floats:
+    def peak(self, state: Share, weights: Share, moved: Share, share: Share = 0.0) -> Array:
         """Bytes of the fullest rank's device, with shares on the host and of layers computed again. [n]"""
         left = self.activations - share * self.fewer
         kept = (1 - state) * self.state + (1 - weights) * self.weights
-        peak: Floats = np.max(self.fixed + kept + (1 - moved) * left, axis=0)
+        peak: Array = np.max(self.fixed + kept + (1 - moved) * left, axis=0)
         return peak
 
-    def elsewhere(self, state: Share, weights: Share, moved: Share, share: Share = 0.0) -> Floats:
+    def elsewhere(self, state: Share, weights: Share, moved: Share, share: Share = 0.0) -> Array:
         """Bytes on the host of the rank with most of them. [n]"""
         left = self.activations - share * self.fewer
-        found: Floats = np.max(state * self.state + weights * self.weights + moved * left, axis=0)
+        found: Array = np.max(state * self.state + weights * self.weights + moved * left, axis=0)
         return found
 
-    def floor(self, state: Share, weights: Share, moved: Share, host: float, share: float = 0.0) -> Floats:
+    def floor(self, state: Share, weights: Share, moved: Share, host: float, share: float = 0.0) -> Array:
         """Bytes of the fullest rank at least, with no more than these shares, and `host` bytes, on the host. [n]
 
         A byte on the host is one less on the device, so that the most there are what is left.
         """
         left = self.activations - share * self.fewer
         gone = np.minimum(state * self.state + weights * self.weights + moved * left, host)
-        floor: Floats = np.max(self.fixed + self.state + self.weights + left - gone, axis=0)
+        floor: Array = np.max(self.fixed + self.state + self.weights + left - gone, axis=0)
         return floor
 
-    def least(self, state: Floats, weights: Floats, moved: Floats, device: float, host: float) -> Floats:
+    def least(self, state: Array, weights: Array, moved: Array, device: float, host: float) -> Array:
         """The least share of layers that has to be computed again to fit, with each set of shares; inf: more than all.
 
         [n, sets]
@@ -359,10 +355,10 @@ class Room:
         kept = self.fixed + (1 - state) * self.state + (1 - weights) * self.weights
         least = _share(kept + (1 - moved) * self.activations - device, (1 - moved) * self.fewer)
         over = state * self.state + weights * self.weights + moved * self.activations - host
-        found: Floats = np.maximum(least, _share(over, moved * self.fewer)).T
+        found: Array = np.maximum(least, _share(over, moved * self.fewer)).T
         return found
 
-    def again(self, state: Share, weights: Share, moved: Share, device: float, host: float) -> Floats:
+    def again(self, state: Share, weights: Share, moved: Share, device: float, host: float) -> Array:
         """Share of layers at least that have to be computed again with no more than these shares on the host. [n]
 
         Below the floor's two sides: all shares moved, and all of the host in use.
@@ -375,8 +371,8 @@ class Room:
         )
 
 
-def _share(over: Floats, fewer: Floats) -> Floats:
+def _share(over: Array, fewer: Array) -> Array:
     """How much of `fewer` the rank with most needs, not to be `over`. [..., ranks, n] to [..., n]"""
     needed = np.where(over > 0, np.inf, 0.0)
-    share: Floats = np.max(np.divide(over, fewer, out=needed, where=(over > 0) & (fewer > 0)), axis=-2)
+    share: Array = np.max(np.divide(over, fewer, out=needed, where=(over > 0) & (fewer > 0)), axis=-2)
     return np.where(share > 1, np.inf, share)

@@ -24,12 +24,10 @@ recomputed: activations fall with k, and the memory that one recomputed layer ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.planner.columns import Array, Columns, Mask, taken, unique
+from hyper_parallel.planner.columns import Array, Columns, Mask, chunks, taken, unique
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART, by_stage, fits, memory
 from hyper_parallel.planner.cost_model.pipeline import placed
@@ -42,8 +40,6 @@ Index = npt.NDArray[np.intp]
 COLUMNS = ("recompute", "recomputed", "state_on_host", "weights_on_host", "activations_on_host")
 _LESS = 1 - 1e-8
 """A group whose best way takes no longer than its bound is done, rounding apart."""
-_ROWS = 4096
-"""Ways that are estimated at once."""
 _ANY = 1e30
 """Bytes, where there is no limit."""
 
@@ -78,7 +74,7 @@ class MemoryChoice:
         self.shares = [(*level, float(moved)) for level in space.levels for moved in self.moved]
         """Of state, weights and activations on the host: each level with each share of the activations."""
         k = constants
-        self.device = (float(base.capacity[0]) - k.outside) / k.slack if bounded else _ANY
+        self.device = k.usable(float(base.capacity[0])) if bounded else _ANY
         self.host = float(base.host_bytes[0]) * HOST_PART if bounded else _ANY
 
     def fastest(self, groups: Columns, bound: Array, limit: Array) -> Ways:
@@ -120,7 +116,7 @@ class MemoryChoice:
             # Which of nearly equal ones is least is the model's to say.
             near = np.isfinite(peaks) & (peaks <= np.min(peaks, axis=0) * (1 + ROUNDING))
             pair, at = np.nonzero(near)
-            for part in _parts(at.size):
+            for part in chunks(at.size):
                 some, of = at[part], pair[part]
                 ways = self._ways(taken(groups, some), mode, of, 1.0 if share is None else share)
                 bytes, fit = self._fits(ways)
@@ -191,7 +187,7 @@ class MemoryChoice:
         offset = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
         layers = np.repeat(start[row, pair], times) + offset
         row, pair = np.repeat(row, times), np.repeat(pair, times)
-        for part in _parts(row.size):
+        for part in chunks(row.size):
             some = row[part]
             ways = self._ways(taken(groups, some), mode, pair[part], _share(share, layers[part], stage[some]))
             self._take(best, at[some], ways)
@@ -317,8 +313,3 @@ def _smaller(least: Array, states: int) -> Array:
     found[:, 1:] = reached[:, :-1]
     found[:, :, 1:] = np.minimum(found[:, :, 1:], reached[:, :, :-1])
     return found.reshape(least.shape)
-
-
-def _parts(n: int) -> Iterator[slice]:
-    for start in range(0, n, _ROWS):
-        yield slice(start, min(n, start + _ROWS))

@@ -1,5 +1,5 @@
-"""Metrics of one strategy: its estimate, the figures derived from it (MFU, tokens/s, cost), the answer of a search, and
-the part of a step in which the estimate and a simulation differ.
+"""Metrics of one strategy: its estimate, the figures derived from it (MFU, tokens/s, cost), and the part of a step in
+which the estimate and a simulation differ.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,9 +24,11 @@ from hyper_parallel.planner.cost_model.dims import (
 from hyper_parallel.planner.cost_model.memory import on_host
 from hyper_parallel.planner.cost_model.step import Estimate
 from hyper_parallel.planner.error_interval import between
-from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.table import SPREAD, Array, Table
 from hyper_parallel.units import format_duration
+
+if TYPE_CHECKING:
+    from hyper_parallel.estimate.prediction import Prediction
 
 # Model FLOPs and MFU of estimated steps.
 #
@@ -79,6 +81,8 @@ WAITING = ("bubble", "uneven")
 class Figures:
     """A strategy and its estimate; times are seconds, memory is bytes of the fullest device."""
 
+    row: Table
+    """The strategy as a table's only row."""
     strategy: Mapping[str, float | str]
     """The columns of SPREAD; codes by name."""
     devices: int
@@ -143,43 +147,44 @@ class Figures:
 
 def figures(t: Table, estimate: Estimate) -> list[Figures]:
     """The figures of each row of a table."""
-    n = t.n
-
-    def rows(column: Array) -> Array:
-        return np.broadcast_to(column, n)
-
-    spread = {name: rows(getattr(t, name)) for name in SPREAD}
-    seconds, peak = rows(estimate.seconds), rows(estimate.peak)
-    fits = np.broadcast_to(estimate.fits, n)
-    parts = {name: rows(part) for name, part in estimate.parts.items()}
-    memory = {name: rows(part) for name, part in estimate.memory.items()}
-    speed, share = rows(tokens_per_second(t, estimate.seconds)), rows(mfu(t, estimate.seconds))
-    moved = rows(on_host(t))
-    micro_batches = rows(pipeline.micro_batches(t))
-    devices, capacity, tokens = rows(t.devices), rows(t.capacity), rows(t.batch * t.sequence)
-    low, high = (rows(bound) for bound in between(t, estimate))
+    low, high = between(t, estimate)
+    counts = {"devices": t.devices, "micro_batches": pipeline.micro_batches(t)}
+    numbers = {
+        "tokens": t.batch * t.sequence,
+        "seconds": estimate.seconds,
+        "peak": estimate.peak,
+        "on_host": on_host(t),
+        "capacity": t.capacity,
+        "tokens_per_second": tokens_per_second(t, estimate.seconds),
+        "mfu": mfu(t, estimate.seconds),
+    }
+    spread = {name: getattr(t, name) for name in SPREAD}
+    columns = (spread, estimate.parts, estimate.memory, counts, numbers, {"low": low, "high": high})
+    fits = np.broadcast_to(estimate.fits, t.n)
     return [
         Figures(
-            strategy={name: _told(name, float(column[row])) for name, column in spread.items()},
-            devices=int(devices[row]),
-            micro_batches=int(micro_batches[row]),
-            tokens=float(tokens[row]),
-            seconds=float(seconds[row]),
-            between=(float(low[row]), float(high[row])),
-            parts={name: float(part[row]) for name, part in parts.items()},
-            memory={name: float(part[row]) for name, part in memory.items()},
-            peak=float(peak[row]),
-            on_host=float(moved[row]),
-            capacity=float(capacity[row]),
+            row=t.take([row]),
+            strategy={name: _value(name, value) for name, value in strategy.items()},
+            parts=parts,
+            memory=memory,
+            between=(bounds["low"], bounds["high"]),
             fits=bool(fits[row]),
-            tokens_per_second=float(speed[row]),
-            mfu=float(share[row]),
+            **{name: int(count) for name, count in counted.items()},
+            **values,
         )
-        for row in range(n)
+        for row, (strategy, parts, memory, counted, values, bounds) in enumerate(
+            zip(*(_rows(some, t.n) for some in columns), strict=True)
+        )
     ]
 
 
-def _told(column: str, value: float) -> float | str:
+def _rows(columns: Mapping[str, Array], n: int) -> list[dict[str, Any]]:
+    """The values of each of n rows, by column."""
+    whole = {name: np.broadcast_to(column, n) for name, column in columns.items()}
+    return [{name: float(column[row]) for name, column in whole.items()} for row in range(n)]
+
+
+def _value(column: str, value: float) -> float | str:
     """A column's value: the name where it is a code, a whole number where it is one."""
     if column == "order":
         return " ".join(CODES["order"][int(value)])
@@ -189,74 +194,25 @@ def _told(column: str, value: float) -> float | str:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One strategy and what the model says of it."""
+class Simulated:
+    """What the simulator predicts of a strategy's real step."""
 
-    table: Table
-    """One row."""
-    estimate: Estimate
-    """Of that row."""
+    seconds: float | None
+    """None where the step cannot be captured."""
+    fits: bool | None = None
+    """Whether the predicted peak is within a device's memory; None where that is not known."""
+    peak: float | None = None
+    """Bytes that a rank holds at most."""
+    reason: str = ""
+    """Why there is no prediction, or what it leaves out."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the predicted step by part (`trace.timeline`)."""
 
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return float(self.estimate.seconds.max())
-
-    @property
-    def peak(self) -> float:
-        """Bytes of the fullest device."""
-        return float(self.estimate.peak.max())
-
-    @property
-    def fits(self) -> bool:
-        """Whether it runs within the device's memory."""
-        return bool(self.estimate.fits.all())
-
-    @property
-    def spread(self) -> dict[str, float | str | tuple[str, ...]]:
-        """The strategy's columns; codes by their names, degrees as whole numbers."""
-        found: dict[str, float | str | tuple[str, ...]] = {}
-        for name in SPREAD:
-            value = float(getattr(self.table, name)[0])
-            names = CODES.get(name)
-            found[name] = names[int(value)] if names else int(value) if value.is_integer() else value
-        return found
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The best strategies, and what the search did."""
-
-    question: Question
-    best: list[Choice]
-    """Best first; empty where nothing fits."""
-    counted: int
-    """Legal points of the space."""
-    pruned: dict[str, int]
-    """Points that were left out, by the bound that excludes them; keys of PRUNED."""
-    weighed: int
-    """Points that were estimated."""
-    bound: float
-    """The objective is proved to be no better than this anywhere in the space: the best choice's own, as nothing was
-    left out but by a bound. inf where nothing fits."""
-    seconds: float
-    """That the search took."""
-    smallest: Choice | None = None
-    """Where nothing fits: the strategy with the least memory."""
-    ties: list[Choice] = field(default_factory=list)
-    """Of each set of degrees whose step takes no more than a given share longer than the best, the best; best first."""
-
-    @property
-    def gap(self) -> float:
-        """How far the best choice may be from the model's optimum, as a share; 0: it is the optimum."""
-        return score(self.best[0], self.question) / self.bound - 1 if self.best else 0.0
-
-
-def score(choice: Choice, question: Question) -> float:
-    """What is minimised: seconds, bytes, or device seconds of a step."""
-    if question.objective == "memory":
-        return choice.peak
-    return choice.seconds * (question.devices if question.objective == "cost" else 1)
+    @classmethod
+    def of(cls, found: Prediction) -> Simulated:
+        """Of the prediction of a run."""
+        timeline = found.timeline
+        return cls(timeline.step, found.fits, timeline.peak.bytes, parts=found.parts)
 
 
 # Disagreement of the closed forms and the simulator: the operator class or collective that it comes from.

@@ -1,4 +1,4 @@
-"""The planner's answer as one self-contained HTML page, with the Pareto front of step time and device memory.
+"""Page of a training answer: bars of time and memory, with the Pareto front of step time and device memory.
 
 Everything is drawn by HTML and SVG that is written here; the only script switches between light and dark.
 """
@@ -13,13 +13,13 @@ from html import escape
 import numpy as np
 
 from hyper_parallel.planner import format
-from hyper_parallel.planner.answer import WORD, choices, facts, heading, searched, ties, verdict
+from hyper_parallel.planner.answer import Answer, Page
 from hyper_parallel.planner.constants import Constants
-from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import answer
-from hyper_parallel.planner.solve import PrintedAnswer
-from hyper_parallel.report.html import asset, badge, card, filled, sheet_table
+from hyper_parallel.planner.search import search
+from hyper_parallel.planner.solve import Solved
+from hyper_parallel.report.html import badge, filled, sheet_table
 from hyper_parallel.units import format_bytes, format_duration
 
 GIB = float(1 << 30)
@@ -59,42 +59,36 @@ MUCH = 3.0
 """Beyond this ratio of the slowest point to the quickest, seconds are drawn by their logarithm."""
 
 
-def page(one: PrintedAnswer, front: Sequence[Figures]) -> str:
-    """The HTML text. `front`: the quickest strategies for less and less memory, the smallest first."""
-    best = one.best[0]
-    shape, question = one.question.workload.shape, one.question
-    shown = [(str(place), found) for place, found in enumerate(one.best, 1)]
-    if one.compared is not None:
-        shown.append(("yours", one.compared))
+def page_of(answer: Answer, solved: Solved, front: Sequence[Figures]) -> Page:
+    """The page of an answer. `front`: the quickest strategies for less and less memory, the smallest first."""
+    question, best = solved.question, solved.best[0]
+    mark = badge(answer.word)
+    shown = [(str(place), found) for place, found in enumerate(solved.best, 1)]
+    if solved.compared is not None:
+        shown.append(("yours", solved.compared))
+    times = [
+        (name, found.parts, format_duration(found.seconds), format.between(found)) for name, found in shown
+    ]
+    bytes = [(name, found.memory, format_bytes(found.peak), "") for name, found in shown]
+    choices, *_, searched = answer.sheets
     slots = {
-        "title": escape(f"{shape.name or 'a model'} on {question.cluster.name or question.cluster.source}"),
-        "verdict": f"{badge(WORD)} {escape(verdict(one).removeprefix(WORD + ': '))}",
-        "heading": escape(heading(one).removeprefix(WORD + " ")),
-        "facts": "".join(
-            card(fact.name, f'<div class="value">{escape(fact.value)}</div><p>{escape(fact.meaning)}</p>')
-            for fact in facts(one)
-        ),
-        "choices": f'<div id="choices">{sheet_table(choices(one), badge(WORD))}</div>',
-        "sentences": "".join(
-            f"<li>{escape(text)}</li>"
-            for text in (one.support.sentence, *ties(one), *one.why.sentences, *one.notes)
-        ),
-        "badge": badge(WORD),
-        "time": _bars(
-            [
-                (name, found.parts, format_duration(found.seconds), format.between(found))
-                for name, found in shown
-            ]
-        ),
-        "memory": _bars(
-            [(name, found.memory, format_bytes(found.peak), "") for name, found in shown], limit=best.capacity
-        ),
-        "front": _front(front, one.best),
-        "tables": "".join(sheet_table(sheet, badge(WORD)) for sheet in (*one.why.sheets, searched(one))),
-        "style": asset("page.css") + asset("plan.css"),
+        "choices": f'<div id="choices">{sheet_table(choices, mark)}</div>',
+        "sentences": "".join(f"<li>{escape(text)}</li>" for text in (*answer.sentences, *answer.notes)),
+        "badge": mark,
+        "time": _bars(times),
+        "memory": _bars(bytes, limit=best.capacity),
+        "front": _front(front, solved.best),
     }
-    slots |= {"body": filled("plan_body.html", slots), "word": WORD, "notes": ""}
-    return filled("plan.html", slots)
+    return Page(
+        word=answer.word,
+        title=f"{question.workload.shape.title} on {question.cluster.title}",
+        verdict=answer.verdict.removeprefix(f"{answer.word}: "),
+        heading=answer.heading.removeprefix(f"{answer.word} "),
+        facts=answer.facts,
+        body=filled("plan_body.html", slots),
+        sheets=[*solved.why.sheets, searched],
+        styles=("page.css", "plan.css"),
+    )
 
 
 def _bars(rows: Sequence[tuple[str, Mapping[str, float], str, str]], limit: float = 0.0) -> str:
@@ -238,7 +232,7 @@ def front(question: Question, constants: Constants) -> list[Figures]:
     device = question.cluster.device
     assert device is not None, "a table needs a device"
     one = replace(question, top=1)
-    least = answer(replace(one, objective="memory"), constants)
+    least = search(replace(one, objective="memory"), constants)
     if not least.best:
         return []
     found = [least.best[0]]
@@ -247,11 +241,8 @@ def front(question: Question, constants: Constants) -> list[Figures]:
     for share in np.geomspace(lowest, 1.0, STEPS):
         memory = replace(device.memory, bytes=float(share) * device.memory.bytes)
         limited = replace(one.cluster, device=replace(device, memory=memory))
-        found += answer(replace(one, cluster=limited), constants).best
-    told = [
-        figures(choice.table.replaced(capacity=device.memory.bytes), choice.estimate)[0] for choice in found
-    ]
-    return _undominated(told)
+        found += search(replace(one, cluster=limited), constants).best
+    return _undominated([replace(one, capacity=device.memory.bytes) for one in found])
 
 
 def _undominated(points: list[Figures]) -> list[Figures]:

@@ -56,7 +56,7 @@ class Question:
     def __post_init__(self) -> None:
         if not self.devices and not self.cluster.ranks:
             raise ConfigError(
-                f"the cluster {self.cluster.name or self.cluster.source!r} has an open number of devices; name it with "
+                f"the cluster {self.cluster.title!r} has an open number of devices; name it with "
                 "one, as in h100x2048, or give devices"
             )
         if not 0 <= self.devices <= LARGEST_CLUSTER:

@@ -19,11 +19,12 @@ from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
 from hyper_parallel.estimate.predict import AboveLimit
 from hyper_parallel.graph.capture_overrides import collect_between, uncollected
-from hyper_parallel.planner.constants import constants_for
+from hyper_parallel.planner.constants import Constants, constants_for
 from hyper_parallel.planner.format import ON_HOST
+from hyper_parallel.planner.metrics import Simulated
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
-from hyper_parallel.planner.solve import NothingFitsError, PrintedAnswer, Refined, solve
+from hyper_parallel.planner.solve import NothingFitsError, Solved, solve
 from hyper_parallel.units import format_bytes, format_duration
 
 NOTE = (
@@ -48,55 +49,53 @@ def solved(
     compare: Path | None = None,
     tokens: float = 0.0,
     model: Mapping[str, Any] | None = None,
-) -> PrintedAnswer:
+) -> Solved:
     """The answer with its `count` best strategies simulated.
 
     A question of what `train` runs wants a strategy that fits: where the simulated peak of none does, the estimate of
     memory is scaled by what it was too low by, and the question is answered again. Something lies on the host only
     where nothing fits without. Raises as `solve`, and NothingFitsError where none fits after ROUNDS.
     """
+    solve_once = partial(solve, compare=compare, tokens=tokens, model=model)
     if question.runnable and not set(ON_HOST) & question.fix.keys():
         # A plan of what moves takes minutes for a large model: first what needs none.
         stays = replace(question, fix={**question.fix, **dict.fromkeys(ON_HOST, 0.0)})
         try:
-            told = _solved(stays, count, progress, compare=compare, tokens=tokens, model=model)
+            told = _solved(stays, count, progress, solve_once)
         except NothingFitsError:
             progress("nothing fits on the devices alone; planning with the host's memory")
         else:
             return replace(told, notes=[*told.notes, NOTE])
-    return _solved(question, count, progress, compare=compare, tokens=tokens, model=model)
+    return _solved(question, count, progress, solve_once)
 
 
 def _solved(
     question: Question,
     count: int,
     progress: Callable[[str], None],
-    *,
-    compare: Path | None,
-    tokens: float,
-    model: Mapping[str, Any] | None,
-) -> PrintedAnswer:
+    solve_once: Callable[[Question, Constants], Solved],
+) -> Solved:
     """One question, answered until a strategy that was simulated fits."""
     known = constants_for(question.profile, question.cluster)
     for _ in range(ROUNDS):
-        told = solve(question, known, compare=compare, tokens=tokens, model=model)
+        told = solve_once(question, known)
         # One that does not fit is not shown, so that its time need not be known.
         limit = ORDERED * told.best[0].capacity if question.runnable and count == 1 else None
-        told = replace(told, refined=refine(told.files[:count], question.cluster, progress, limit))
+        told = replace(told, simulated=refine(told.files[:count], question.cluster, progress, limit))
         # Also of a step that was not ordered, though ordering may lower its peak: with more room more is hidden.
         over = [
             found.peak / best.peak
-            for found, best in zip(told.refined, told.best, strict=False)
+            for found, best in zip(told.simulated, told.best, strict=False)
             if found.fits is False and found.peak is not None
         ]
-        if not question.runnable or len(over) < len(told.refined):
+        if not question.runnable or len(over) < len(told.simulated):
             return told
         progress(
             f"the simulated peak of none fits, {min(over):.2f} times the estimate or more; planning again"
         )
         collect_between()
         known = replace(known, slack=known.slack * max(min(over), LEAST))
-    peak = min(found.peak for found in told.refined if found.peak is not None)
+    peak = min(found.peak for found in told.simulated if found.peak is not None)
     raise NothingFitsError(
         f"no strategy that was simulated fits, in {ROUNDS} rounds: the smallest simulated peak is {format_bytes(peak)} "
         f"of {format_bytes(told.best[0].capacity)}; what would make it fit: more devices, a shorter sequence, or a "
@@ -109,46 +108,39 @@ def refine(
     cluster: Cluster,
     progress: Callable[[str], None],
     limit: float | None = None,
-) -> list[Refined]:
+) -> list[Simulated]:
     """The prediction of each planned run file, or the reason why there is none. `limit` as of `predict_run`."""
-    found: list[Refined] = []
+    found: list[Simulated] = []
     begun = time.monotonic()
     for place, file in enumerate(files, 1):
-        told = f"strategy {place} of {len(files)}"
-        progress(f"{told}: capturing and simulating its step{_left(begun, len(found), len(files))}")
+        which = f"strategy {place} of {len(files)}"
+        # The time left is by the mean of what is done; before that nothing is known.
+        left = ", the first of them" if len(files) > 1 else ", a minute or two for 8 billion parameters"
+        if found:
+            seconds = (time.monotonic() - begun) / len(found) * (len(files) - len(found))
+            left = f", about {format_duration(seconds)} left"
+        progress(f"{which}: capturing and simulating its step{left}")
         if place > 1:
             collect_between()
-        found.append(_refined(file, cluster, partial(_told, progress, told), limit))
+        found.append(_simulated(file, cluster, partial(_say, progress, which), limit))
     return found
 
 
-def _told(progress: Callable[[str], None], about: str, text: str) -> None:
+def _say(progress: Callable[[str], None], about: str, text: str) -> None:
     progress(f"{about}: {text}")
-
-
-def _left(begun: float, done: int, count: int) -> str:
-    """The time left by the mean of what is done; before that nothing is known."""
-    if not done:
-        return ", the first of them" if count > 1 else ", a minute or two for 8 billion parameters"
-    return f", about {format_duration((time.monotonic() - begun) / done * (count - done))} left"
 
 
 # What is read off the Timeline is inside: a search for garbage would walk through all of its spans.
 @uncollected()
-def _refined(
+def _simulated(
     file: PlannedRunFile, cluster: Cluster, progress: Callable[[str], None], limit: float | None
-) -> Refined:
+) -> Simulated:
     try:
         run = config.from_dict(file.data, source="the planned file")
         world = run.effective_strategy.axes.world
-        found = predict_run(run, cluster.for_workers(world), limit=limit, progress=progress)
+        return Simulated.of(predict_run(run, cluster.for_workers(world), limit=limit, progress=progress))
     except AboveLimit as error:
-        return Refined(
-            None,
-            error.peak,
-            "holds more than a device has in the order of the model's code; it was not simulated",
-            fits=False,
-        )
+        reason = "holds more than a device has in the order of the model's code; it was not simulated"
+        return Simulated(None, fits=False, peak=error.peak, reason=reason)
     except HyperParallelError as error:
-        return Refined(None, None, f"cannot be simulated: {error}")
-    return Refined(found.timeline.step, found.timeline.peak.bytes, fits=found.fits, parts=found.parts)
+        return Simulated(None, reason=f"cannot be simulated: {error}")

@@ -22,7 +22,7 @@ from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import HOST_PART
 from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.table import SPREAD
+from hyper_parallel.planner.table import DEGREES, SPREAD
 from hyper_parallel.schedule import stages_of
 from hyper_parallel.strategy import ScheduleName, Strategy
 from hyper_parallel.strategy.axes import AUTO
@@ -31,6 +31,7 @@ from hyper_parallel.workload.workload import Adapter
 
 LEVELS: Mapping[int, str] = {1: "optimizer", 2: "gradients", 3: "parameters"}
 """What `memory.shard` calls the ZeRO levels."""
+ZERO: Mapping[str, int] = {name: level for level, name in LEVELS.items()}
 
 PIPELINES: Mapping[str, str] = {
     "1f1b": ScheduleName.ONE_F_ONE_B.value,
@@ -76,9 +77,7 @@ def planned_run_file(
     work, shape = question.workload, question.workload.shape
     if model is None:
         model = {"config": to_config(shape, work.sequence)}
-        notes.append(
-            f"model.config has the dimensions of {shape.name or 'the model'} in the plainest family that has them"
-        )
+        notes.append(f"model.config has the dimensions of {shape.title} in the plainest family that has them")
     if work.adapter is not None:
         model = {**model, "adapter": _adapter(work.adapter, notes)}
     if work.prediction_modules:
@@ -113,8 +112,8 @@ def planned_run_file(
     }
     notes.append("data.train is a placeholder: name your text")
     head = [
-        f"Written by hyper-parallel plan for {shape.name or 'a model'} on {question.devices:,} devices of "
-        f"{question.cluster.name or question.cluster.source}.",
+        f"Written by hyper-parallel plan for {shape.title} on {question.devices:,} devices of "
+        f"{question.cluster.title}.",
         f"Estimated: a step in {format.seconds(found)}; MFU {found.mfu:.1%}; peak {format.memory(found)}.",
         *notes,
     ]
@@ -205,8 +204,6 @@ _SCHEDULES: Mapping[str, tuple[str, bool]] = {
 }
 """A file's schedule to the planner's that is like it, and whether they are the same."""
 
-DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
-
 
 def user_strategy(path: Path, question: Question, notes: list[str]) -> dict[str, float]:
     """The columns of the strategy in a file; what is taken otherwise than the file says is added to `notes`.
@@ -222,7 +219,13 @@ def user_strategy(path: Path, question: Question, notes: list[str]) -> dict[str,
             f"--compare {path}: must be a run file, a strategy, or columns such as 'tensor_x: 8'"
         )
     plain = not set(data) & {"axes", "strategy", "model", "version", "extends"}
-    columns = _of_columns(data, question) if plain else _of_file(path, data, question, notes)
+    if plain:
+        asked = Question(
+            workload=question.workload, cluster=question.cluster, devices=question.devices, fix=data
+        )
+        columns = {name: (asked.allowed(name) or (0.0,))[0] for name in asked.fix}
+    else:
+        columns = _of_file(path, data, question, notes)
     found = {**SPREAD, **columns}
     product = math.prod(found[axis] for axis in DEGREES)
     if product != question.devices:
@@ -231,11 +234,6 @@ def user_strategy(path: Path, question: Question, notes: list[str]) -> dict[str,
             "give --devices, or a strategy for as many"
         )
     return found
-
-
-def _of_columns(data: Mapping[str, Any], question: Question) -> dict[str, float]:
-    asked = Question(workload=question.workload, cluster=question.cluster, devices=question.devices, fix=data)
-    return {name: (asked.allowed(name) or (0.0,))[0] for name in asked.fix}
 
 
 def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: list[str]) -> dict[str, float]:
@@ -259,7 +257,10 @@ def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: lis
             "write the degrees"
         )
     columns = _of_strategy(strategy, question) | _of_pipeline(path, strategy, notes)
-    columns["order"] = float(_order(_outer_first(strategy), columns))
+    axes = strategy.axes
+    # A pipeline is among the axes of the file, between those outside of its stages and those inside.
+    outer_first = (*axes.order[: axes.outside], "pipeline", *axes.order[axes.outside :])
+    columns["order"] = float(_order(outer_first, columns))
     share = work.batch / (columns["replicate"] * columns["shard"])
     columns["micro"] = float(micro or max(1, int(share)))
     return columns
@@ -282,19 +283,12 @@ def _of_pipeline(path: Path, strategy: Strategy, notes: list[str]) -> dict[str, 
     }
 
 
-def _outer_first(strategy: Strategy) -> tuple[str, ...]:
-    """The axes in the order of the file, a pipeline among them."""
-    axes = strategy.axes
-    return (*axes.order[: axes.outside], "pipeline", *axes.order[axes.outside :])
-
-
 def _of_strategy(strategy: Strategy, question: Question) -> dict[str, float]:
     axes, memory = strategy.axes, strategy.memory
     names = ("replicate", "shard", "context", "tensor_x", "tensor_y", "expert")
     columns = {name: float(axes.degree(name)) for name in names}
-    levels = {name: level for level, name in LEVELS.items()}
     if axes.shard * axes.context > 1:
-        columns["zero"] = float(levels[memory.shard])
+        columns["zero"] = float(ZERO[memory.shard])
     columns["sequence_parallel"] = float(axes.tensor > 1 and (strategy.sequence or axes.tensor_y > 1))
     columns |= recompute_columns(strategy, question.workload.shape.layers)
     if axes.context > 1:
@@ -338,18 +332,16 @@ def runnable_note(shown: Iterable[tuple[str, Figures]]) -> list[str]:
     """A line that names the shown strategies which `train` refuses; none where it runs all of them. Each comes with the
     name under which it is shown.
     """
-    refused = []
-    for name, found in shown:
-        given = found.strategy
-        if given["pipeline"] != 1 and given["schedule"] not in PIPELINES:
-            refused.append(name)
+    refused = [
+        name
+        for name, found in shown
+        if found.strategy["pipeline"] != 1 and found.strategy["schedule"] not in PIPELINES
+    ]
     if not refused:
         return []
-    return [f"train refuses {_listed(refused)}: it has no DualPipe; --runnable keeps to what train runs"]
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return [
+        f"train refuses {format.joined(refused)}: it has no DualPipe; --runnable keeps to what train runs"
+    ]
 
 
 # Memory budgets of a planned run: bytes of each tier that a rank may use, from the cluster's description.
@@ -387,7 +379,7 @@ def memory_budget(cluster: Cluster, constants: Constants, needed: float = 0.0) -
     """
     assert cluster.device is not None
     memory, host, pool = cluster.device.memory, cluster.host, cluster.pool
-    device = (memory.bytes / memory.ranks - constants.outside) / constants.slack
+    device = constants.usable(memory.bytes / memory.ranks)
     own = HOST_PART * host.bytes / host.ranks if host is not None else 0.0
     more = 0.0
     if pool is not None and needed > own:

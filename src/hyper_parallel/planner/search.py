@@ -14,25 +14,23 @@ the search reports one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.columns import Array, Columns, Counts, Mask, taken, unique
+from hyper_parallel.planner.columns import CHUNK, Array, Columns, Counts, Mask, chunks, taken, unique
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.lower_bounds import Bounds
 from hyper_parallel.planner.memory_choices import Index, MemoryChoice
-from hyper_parallel.planner.metrics import Answer, Choice, score
+from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.space import DEGREES, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
 
-CHUNK = 4096
-"""Rows that are estimated at once: their columns stay in a core's cache."""
 EQUAL = 1e-9
 """Figures that differ by less, as a share, are equal."""
 BATCH = 2048
@@ -52,30 +50,82 @@ PRUNED = {
 """Why points were left out, by bound."""
 
 
-def answer(question: Question, constants: Constants, tie: float = 0.0) -> Answer:
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best strategies of a question, and what the search did."""
+
+    question: Question
+    best: Sequence[Figures] = ()
+    """Best first; empty where nothing fits."""
+    counted: int = 0
+    """Legal points of the space."""
+    pruned: Mapping[str, int] = field(default_factory=dict)
+    """Points that were left out, by the bound that excludes them; keys of PRUNED."""
+    weighed: int = 0
+    """Points that were estimated."""
+    bound: float = np.inf
+    """The objective is proved to be no better than this anywhere in the space: the best strategy's own, as nothing was
+    left out but by a bound. inf where nothing fits."""
+    seconds: float = 0.0
+    """That the search took."""
+    smallest: Figures | None = None
+    """Where nothing fits: the strategy with the least memory."""
+    ties: Sequence[Figures] = ()
+    """Of each set of degrees whose step takes no more than a given share longer than the best, the best; best first."""
+    quickest: Figures | None = None
+    """The quickest of `ties`, where the simplest of them comes first (`solve.simplest`)."""
+    reason: str = ""
+    """Why none of the strategies fits, or none is legal (`solve.ask`)."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether some strategy fits."""
+        return bool(self.best)
+
+    @property
+    def gap(self) -> float:
+        """How far the best strategy may be from the model's optimum, as a share; 0: it is the optimum."""
+        return score(self.best[0], self.question) / self.bound - 1 if self.best else 0.0
+
+
+def score(found: Figures, question: Question) -> float:
+    """What is minimised: seconds, bytes, or device seconds of a step."""
+    if question.objective == "memory":
+        return found.peak
+    return found.seconds * (question.devices if question.objective == "cost" else 1)
+
+
+def search(question: Question, constants: Constants, tie: float = 0.0) -> Found:
     """The best strategies of a question; none where nothing fits, and then what takes the least memory.
 
-    `tie`: a share of the best step's time; `Answer.ties` has each set of degrees whose step takes at most that much
+    `tie`: a share of the best step's time; `Found.ties` has each set of degrees whose step takes at most that much
     longer. Raises ConfigError where no strategy is legal.
     """
     began = time.perf_counter()
-    search = _Search(question, constants, tie=tie)
-    best = search.run()
-    if not search.counted:
+    branches = _Search(question, constants, tie=tie)
+    best = branches.run()
+    if not branches.counted:
         raise ConfigError(_nothing_legal(question))
     smallest = None
     if not best:
         smallest = _Search(replace(question, objective="memory", top=1), constants, bounded=False).run()[0]
-    bound = score(best[0], question) if best else float("inf")
-    took = time.perf_counter() - began
-    ties = search.ties() if tie else []
-    return Answer(question, best, search.counted, search.pruned, search.weighed, bound, took, smallest, ties)
+    return Found(
+        question=question,
+        best=best,
+        counted=branches.counted,
+        pruned=branches.pruned,
+        weighed=branches.weighed,
+        bound=score(best[0], question) if best else np.inf,
+        seconds=time.perf_counter() - began,
+        smallest=smallest,
+        ties=branches.ties() if tie else (),
+    )
 
 
-def within(question: Question, constants: Constants, seconds: float) -> Choice | None:
+def within(question: Question, constants: Constants, seconds: float) -> Figures | None:
     """The quickest strategy of a question whose step takes at most so many seconds; None where there is none."""
-    search = _Search(replace(question, top=1), constants, most=seconds)
-    return next(iter(search.run()), None)
+    branches = _Search(replace(question, top=1), constants, most=seconds)
+    return next(iter(branches.run()), None)
 
 
 def _nothing_legal(question: Question) -> str:
@@ -89,7 +139,7 @@ def _nothing_legal(question: Question) -> str:
     )
 
 
-class _Found:
+class _Best:
     """The best row of each set of degrees so far, and what is still worth looking at."""
 
     def __init__(self, top: int, by_memory: bool, kinds: int, most: float = np.inf, tie: float = 0.0) -> None:
@@ -179,7 +229,7 @@ class _Search:
         most: float = np.inf,
         tie: float = 0.0,
     ) -> None:
-        """`bounded`: by the device's memory. `most`, `tie`: as of `_Found`."""
+        """`bounded`: by the device's memory. `most`, `tie`: as of `_Best`."""
         self.question, self.constants, self.bounded = question, constants, bounded
         self.most, self.tie = most, tie
         self.space = StrategySpace(question)
@@ -195,13 +245,13 @@ class _Search:
         self.waiting: list[tuple[Columns, Counts]] = []
         """Rows that lack only what is computed again and moved, and their points."""
 
-    def run(self) -> list[Choice]:
+    def run(self) -> list[Figures]:
         """The best, best first."""
         rows, points = self._listed()
         self.counted = int(points.sum())
         first, kind = unique({name: rows[name].astype(np.float64) for name in _DISTINCT})
         rows["kind"] = kind.astype(np.float64)
-        self.found = _Found(self.question.top, self.by_memory, first.size, self.most, self.tie)
+        self.found = _Best(self.question.top, self.by_memory, first.size, self.most, self.tie)
         bound = self._smallest(rows) if self.by_memory else self.bounds.alone(rows)
         order = np.argsort(bound, kind="stable")
         if not self.by_memory:
@@ -219,11 +269,11 @@ class _Search:
             self._degrees(taken(rows, some[worth]))
             self._flush()
             start, size = start + size, min(2 * size, CHUNK // 4)
-        return [self._choice(row) for row in self.found.best()]
+        return [self._figures(row) for row in self.found.best()]
 
-    def ties(self) -> list[Choice]:
+    def ties(self) -> list[Figures]:
         """What ties with the best, best first."""
-        return [self._choice(row) for row in self.found.ties()]
+        return [self._figures(row) for row in self.found.ties()]
 
     def _listed(self) -> tuple[Columns, Counts]:
         """Rows of degrees and micro-batch that have points below them, and how many."""
@@ -236,16 +286,16 @@ class _Search:
     def _smallest(self, rows: Columns) -> Array:
         """Bytes at least, for each row of degrees and micro-batch."""
         least = np.full(rows["micro"].size, np.inf)
-        for part in _chunks(least.size, CHUNK):
+        for part in chunks(least.size):
             split, parent = self.space.splits.expand(taken(rows, part))
-            for piece in _chunks(parent.size, CHUNK):
+            for piece in chunks(parent.size):
                 floor, _ = self.bounds.floor(taken(split, piece))
                 np.minimum.at(least, parent[piece] + part.start, floor)
         return least
 
-    def _choice(self, row: Mapping[str, float]) -> Choice:
+    def _figures(self, row: Mapping[str, float]) -> Figures:
         table = self.base.replaced(**row)
-        return Choice(table, estimate(table, self.constants))
+        return figures(table, estimate(table, self.constants))[0]
 
     def _ahead(self, bound: float) -> bool:
         """Whether anything with this bound may be among the best, whatever its degrees."""
@@ -286,15 +336,15 @@ class _Search:
         below = self.space.kept_counts(rows) * self.space.schedules.counts(rows)
         under = (below * self.space.orders.counts(rows))[parent]
         floor, again = np.empty(parent.size), np.empty(parent.size)
-        for part in _chunks(parent.size, CHUNK):
+        for part in chunks(parent.size):
             floor[part], again[part] = self.bounds.floor(taken(split, part))
         held = self._within(floor)
         self.pruned["memory"] += int(under[~held].sum())
         split, parent, floor, again = taken(split, held), parent[held], floor[held], again[held]
-        for part in _chunks(parent.size, CHUNK // 4):
+        for part in chunks(parent.size, CHUNK // 4):
             laid, inner = self.space.orders.expand(taken(split, part))
             weight, least, more = below[parent[part]][inner], floor[part][inner], again[part][inner]
-            for piece in _chunks(inner.size, CHUNK):
+            for piece in chunks(inner.size):
                 self._laid(taken(laid, piece), weight[piece], least[piece], more[piece])
 
     def _laid(self, rows: Columns, points: Counts, floor: Array, again: Array) -> None:
@@ -305,13 +355,13 @@ class _Search:
         index = np.flatnonzero(worth)
         index = index[np.argsort(known.seconds[index], kind="stable")]
         rows, known, floor = taken(rows, index), known.take(index), floor[index]
-        for part in _chunks(index.size, CHUNK // 16):
+        for part in chunks(index.size, CHUNK // 16):
             some, parent = self.space.schedules.expand(taken(rows, part))
             seconds = self.bounds.scheduled(some, known.take(part).take(parent))
             least = floor[part][parent]
             below = self.space.kept_counts(some)
             order = np.argsort(seconds, kind="stable")
-            for piece in _chunks(order.size, CHUNK // 4):
+            for piece in chunks(order.size, CHUNK // 4):
                 at = order[piece]
                 worth = self.found.worth(taken(some, at), seconds[at], least[at])
                 self._prune(below[at], worth)
@@ -349,8 +399,7 @@ class _Search:
         self.found.add(best.rows, best.seconds, best.bytes)
 
     def _within(self, bytes: Array) -> Mask:
-        k = self.constants
-        fits: Mask = bytes * k.slack + k.outside <= self.base.capacity
+        fits: Mask = bytes <= self.constants.usable(self.base.capacity)
         return fits | (not self.bounded)
 
 
@@ -359,8 +408,3 @@ def _least(of: Counts, seconds: Array) -> Index:
     order = np.lexsort((seconds, of))
     _, first = np.unique(of[order], return_index=True)
     return order[first]
-
-
-def _chunks(n: int, size: int) -> Iterator[slice]:
-    for start in range(0, n, size):
-        yield slice(start, min(n, start + size))

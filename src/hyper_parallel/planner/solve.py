@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,13 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner import format, run_file
 from hyper_parallel.planner.columns import RECOMPUTE, SCHEDULES
 from hyper_parallel.planner.constants import Constants, constants_for, fitted
-from hyper_parallel.planner.cost_model.memory import HOST_PART, on_host
+from hyper_parallel.planner.cost_model.memory import HOST_PART
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.error_interval import Support, support
 from hyper_parallel.planner.explain import Explanation, explain
-from hyper_parallel.planner.metrics import Answer, Choice, Figures, figures
+from hyper_parallel.planner.metrics import Figures, Simulated, figures
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
-from hyper_parallel.planner.run_file import (
-    MemoryBudget,
-    PlannedRunFile,
-    memory_budget,
-    planned_run_file,
-    user_strategy,
-)
-from hyper_parallel.planner.search import answer, within
+from hyper_parallel.planner.run_file import PlannedRunFile, memory_budget, planned_run_file, user_strategy
+from hyper_parallel.planner.search import Found, search, within
 from hyper_parallel.planner.space import left_out
 from hyper_parallel.planner.table import SPREAD, Table
 from hyper_parallel.units import format_bytes
@@ -61,23 +54,14 @@ PARTS = (1, 2, 4, 8)
 """Parts of the model on a stage of a pipeline, that more are not chosen for."""
 
 
-@dataclass(frozen=True)
-class Tied:
-    """What ties with the quickest strategy."""
-
-    quickest: Choice
-    sets: int
-    """How many sets of degrees tie, the quickest one's included."""
-
-
-def simplest(question: Question, constants: Constants) -> tuple[Answer, Tied | None]:
-    """The best strategies of a question, of those that tie (`Question.tie`) the simplest first; and what ties, None
-    where nothing fits or no tie is asked for. Errors are those of `answer`."""
+def simplest(question: Question, constants: Constants) -> Found:
+    """The best strategies of a question, of those that tie (`Question.tie`) the simplest first, if a tie is asked for.
+    Errors are those of `search`."""
     if question.objective == "memory" or not question.tie:
-        return answer(question, constants), None
-    found = answer(question, constants, question.tie)
+        return search(question, constants)
+    found = search(question, constants, question.tie)
     if not found.best:
-        return found, None
+        return found
     quickest = found.best[0]
     most = quickest.seconds * (1 + question.tie)
     least = min(_axes(one, question) for one in found.ties)
@@ -92,29 +76,26 @@ def simplest(question: Question, constants: Constants) -> tuple[Answer, Tied | N
         fewer = _with_fewer_axes(first, question, constants)
     others = [one for one in found.best if _degrees(one) != _degrees(first)]
     best = [first, *_different(others, first)][: question.top]
-    return replace(found, best=best), Tied(quickest, len(found.ties))
+    return replace(found, best=best, quickest=quickest)
 
 
-def _different(others: list[Choice], first: Choice) -> list[Choice]:
+def _different(others: list[Figures], first: Figures) -> list[Figures]:
     """By time, but of strategies with the same axes above 1 the second and later ones behind all sets of axes."""
-    seen = {_kind(first)}
-    new: list[Choice] = []
-    more: list[Choice] = []
-    for one in others:
-        (more if _kind(one) in seen else new).append(one)
-        seen.add(_kind(one))
-    return [*new, *more]
+    seen: set[tuple[bool, ...]] = set()
+    new: list[Figures] = []
+    more: list[Figures] = []
+    for one in (first, *others):
+        axes = tuple(degree > 1 for degree in _degrees(one).values())
+        (more if axes in seen else new).append(one)
+        seen.add(axes)
+    return [*new[1:], *more]
 
 
-def _kind(choice: Choice) -> tuple[bool, ...]:
-    return tuple(degree > 1 for degree in _degrees(choice).values())
+def _degrees(choice: Figures) -> dict[str, float]:
+    return {axis: float(getattr(choice.row, axis)[0]) for axis in AXES}
 
 
-def _degrees(choice: Choice) -> dict[str, float]:
-    return {axis: float(getattr(choice.table, axis)[0]) for axis in AXES}
-
-
-def _axes(choice: Choice, question: Question) -> tuple[int, bool, bool]:
+def _axes(choice: Figures, question: Question) -> tuple[int, bool, bool]:
     """How much the axes of a strategy ask for."""
     degrees = _degrees(choice)
     inner = degrees["tensor_x"] * degrees["tensor_y"] * degrees["context"]
@@ -122,16 +103,16 @@ def _axes(choice: Choice, question: Question) -> tuple[int, bool, bool]:
     return sum(degree > 1 for degree in degrees.values()), degrees["context"] > 1, beyond
 
 
-def _asks(choice: Choice) -> tuple[float, ...]:
+def _asks(choice: Figures) -> tuple[float, ...]:
     """How much the settings and degrees of a strategy ask for."""
-    row = {name: float(getattr(choice.table, name)[0]) for name in SPREAD}
+    row = {name: float(getattr(choice.row, name)[0]) for name in SPREAD}
     on_host = tuple(row[name] for name in ("weights_on_host", "state_on_host", "activations_on_host"))
     again = row["recomputed"] if row["recompute"] == RECOMPUTE.index("full") else 0.0
     product = prod(_degrees(choice).values())
     return sum(map(bool, on_host)), *on_host, again, row["schedule"], row["virtual"], product, choice.seconds
 
 
-def _with_fewer_axes(choice: Choice, question: Question, constants: Constants) -> Choice:
+def _with_fewer_axes(choice: Figures, question: Question, constants: Constants) -> Figures:
     """The strategy without each axis whose removal costs no more than a tie. No other axis comes instead."""
     for axis in AXES:
         degrees = _degrees(choice)
@@ -145,7 +126,7 @@ def _with_fewer_axes(choice: Choice, question: Question, constants: Constants) -
     return choice
 
 
-def _plain(choice: Choice, question: Question, constants: Constants, most: float) -> Choice:
+def _plain(choice: Figures, question: Question, constants: Constants, most: float) -> Figures:
     """The plainest settings with a strategy's degrees and a step of at most so many seconds."""
     fixed: dict[str, Any] = {**question.fix, **_degrees(choice)}
     for options in _settings(question):
@@ -176,51 +157,40 @@ class NothingFitsError(ConfigError):
     """No strategy fits the devices' memory; says what the smallest needs, and what would make it fit."""
 
 
-@dataclass(frozen=True)
-class Refined:
-    """What the simulator predicts of a strategy's real step."""
-
-    seconds: float | None
-    """None where the step cannot be captured."""
-    peak: float | None
-    """Bytes."""
-    reason: str = ""
-    """Why there is no prediction, or what it leaves out."""
-    fits: bool | None = None
-    """Whether the predicted peak is within a device's memory; None where there is no prediction."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the predicted step by part (`trace.timeline`)."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class PrintedAnswer:
-    """What is shown of an answer."""
+class Solved:
+    """A question with its best strategies, and what they are compared with."""
 
-    question: Question
-    answer: Answer
-    tied: Tied | None
-    """What ties with the quickest strategy; None where the first of `best` is that."""
-    best: Sequence[Figures]
+    found: Found
     why: Explanation
-    support: Support
-    """The published runs that the first of `best` rests on."""
+    """Why the first of the best is that."""
     files: Sequence[PlannedRunFile]
     """The best as run files, in their order."""
-    refined: Sequence[Refined] = field(default_factory=tuple)
-    """What the simulator says of the first of `best`, where it was asked."""
+    simulated: Sequence[Simulated] = ()
+    """What the simulator says of the first of the best, where it was asked."""
     compared: Figures | None = None
     """A strategy that the user gave, by the same model."""
     tokens: float = 0.0
     """Of the whole run; 0: not given."""
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
+
+    @property
+    def question(self) -> Question:
+        """What was asked."""
+        return self.found.question
+
+    @property
+    def best(self) -> Sequence[Figures]:
+        """The best strategies, the first first."""
+        return self.found.best
 
     @property
     def chosen(self) -> int:
         """The place in `best` of what is written: of those that were simulated and fit the quickest, else the first."""
         timed = [
-            (found.seconds, place)
-            for place, found in enumerate(self.refined)
-            if found.seconds is not None and found.fits is not False
+            (one.seconds, place)
+            for place, one in enumerate(self.simulated)
+            if one.seconds is not None and one.fits is not False
         ]
         return min(timed)[1] if timed else 0
 
@@ -232,37 +202,40 @@ def solve(
     compare: Path | None = None,
     tokens: float = 0.0,
     model: Mapping[str, Any] | None = None,
-) -> PrintedAnswer:
-    """Search for the best strategies of a question; the answer, ready to print.
+) -> Solved:
+    """Search for the best strategies of a question, with reasons and run files.
 
     `compare`: a file with the user's strategy. `tokens`: of the whole run. `model`: the section `model` of a run file,
     where it is known. Raises ConfigError where no strategy is legal, and NothingFitsError where no legal one fits.
     """
     known = constants or constants_for(question.profile, question.cluster)
     notes: list[str] = []
-    row = Table.of(question.workload, question.cluster, question.profile, devices=float(question.devices))
-    other = None if compare is None else row.replaced(**user_strategy(compare, question, notes))
-    found, tied = simplest(question, known)
+    compared = None
+    if compare is not None:
+        row = Table.of(question.workload, question.cluster, question.profile, devices=float(question.devices))
+        row = row.replaced(**user_strategy(compare, question, notes))
+        compared = figures(row, estimate(row, known))[0]
+    found = simplest(question, known)
     if not found.best:
-        raise NothingFitsError(_floor(found, known))
-    best = [_figures(choice.table, known) for choice in found.best]
-    return PrintedAnswer(
-        question=question,
-        answer=found,
-        tied=tied,
-        best=best,
-        why=explain(found.best[0].table, question, known),
-        support=support(found.best[0].table),
-        files=[planned_run_file(one, question, model, _budget(one, question)) for one in best],
-        compared=None if other is None else _figures(other, known),
+        raise _nothing_fits(found, known)
+    # What lies on the host is written as a budget.
+    budgets = [
+        memory_budget(question.cluster, fitted(), one.on_host) if one.on_host else None for one in found.best
+    ]
+    unsearched = left_out(question.workload.shape.mixer, question.runnable)
+    return Solved(
+        found=found,
+        why=explain(found.best[0], question, known),
+        files=[
+            planned_run_file(one, question, model, budget)
+            for one, budget in zip(found.best, budgets, strict=True)
+        ],
+        compared=compared,
         tokens=tokens,
         notes=[
             *_undivided(question),
-            *(
-                f"not searched: {reason}"
-                for reason in left_out(question.workload.shape.mixer, question.runnable)
-            ),
-            *run_file.runnable_note((str(place), one) for place, one in enumerate(best, 1)),
+            *(f"not searched: {reason}" for reason in unsearched),
+            *run_file.runnable_note((str(place), one) for place, one in enumerate(found.best, 1)),
             *notes,
         ],
     )
@@ -280,96 +253,61 @@ def _undivided(question: Question) -> list[str]:
     ]
 
 
-def _figures(row: Table, constants: Constants) -> Figures:
-    return figures(row, estimate(row, constants))[0]
-
-
-def _budget(found: Figures, question: Question) -> MemoryBudget | None:
-    """The budget of a strategy; None where nothing of it lies on the host."""
-    return memory_budget(question.cluster, fitted(), found.on_host) if found.on_host else None
-
-
-def _floor(found: Answer, constants: Constants) -> str:
-    """Why nothing fits, and what would."""
-    question = found.question
-    assert found.smallest is not None
-    least = _figures(found.smallest.table, constants)
-    more = next(
-        (devices for devices in _more(question.devices) if ask(question.on(devices), constants).fits), None
+def nothing_fits(subject: str, found: Found, needs: str, helps: Sequence[str]) -> NothingFitsError:
+    """The error of a question for which nothing fits: what the smallest strategy needs, and what would help."""
+    least = found.smallest
+    assert least is not None
+    *others, last = helps
+    return NothingFitsError(
+        f"{subject}: the smallest of {found.counted:,} needs {needs} (estimated; {format.axes(least.strategy)}, "
+        f"{format.settings(least.strategy)}); what would make it fit: {', '.join(others)}{', or ' * bool(others)}{last}"
     )
-    name, where = (
-        question.workload.shape.name or "the model",
-        question.cluster.name or question.cluster.source,
-    )
-    helps = [] if more is None else [f"{more:,} devices (estimated; --fit finds the fewest)"]
-    if float(found.smallest.table.host_bytes.max()) == 0:
+
+
+def _nothing_fits(found: Found, constants: Constants) -> NothingFitsError:
+    question, least = found.question, found.smallest
+    assert least is not None
+    devices = question.devices
+    # A host may hold a part of it, where the cluster describes one.
+    host = float(least.row.host_bytes.max()) * HOST_PART
+    needs = f"{format.memory(least)} on a device"
+    if least.on_host:
+        needs += (
+            f" and {format_bytes(least.on_host)} of the {format_bytes(host)} of host that a device may use"
+        )
+    helps = []
+    for more in (devices << power for power in range(1, 7)):
+        if more <= LARGEST_CLUSTER and ask(question.on(more), constants).fits:
+            helps.append(f"{more:,} devices (estimated; --fit finds the fewest)")
+            break
+    if not host:
         helps.append("a host's memory in the cluster file (host, links.host)")
     if question.fix:
         helps.append("fixing less")
     if question.workload.sequence > 1024:
         helps.append("a shorter sequence")
-    return (
-        f"{name} fits no strategy on {_devices(question)} of {where}: the smallest of {found.counted:,} needs "
-        f"{format.memory(least)} on a device{_beside(found.smallest.table)} (estimated; {format.axes(least.strategy)}, "
-        f"{format.settings(least.strategy)}); "
-        f"what would make it fit: {', or '.join(helps) or 'devices with more memory'}"
+    subject = (
+        f"{question.workload.shape.title} fits no strategy on {devices:,} {'device' if devices == 1 else 'devices'} "
+        f"of {question.cluster.title}"
     )
-
-
-def _devices(question: Question) -> str:
-    return "1 device" if question.devices == 1 else f"{question.devices:,} devices"
-
-
-def _beside(row: Table) -> str:
-    """What a strategy needs of the host, in words; empty where it needs nothing."""
-    moved, there = float(on_host(row).max()), float(row.host_bytes.max()) * HOST_PART
-    return (
-        f" and {format_bytes(moved)} of the {format_bytes(there)} of host that a device may use"
-        if moved
-        else ""
-    )
-
-
-def _more(devices: int) -> Iterator[int]:
-    """Twice as many, and so on, six times."""
-    for power in range(1, 7):
-        if devices << power <= LARGEST_CLUSTER:
-            yield devices << power
+    return nothing_fits(subject, found, needs, helps or ["devices with more memory"])
 
 
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Point:
-    """A question, and its answer."""
-
-    question: Question
-    answer: Answer | None
-    """None where no strategy is legal."""
-    reason: str = ""
-    """Why there is none that fits, or that is legal."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether some strategy fits."""
-        return self.answer is not None and bool(self.answer.best)
-
-
-def ask(question: Question, constants: Constants) -> Point:
-    """Answer a question for which there may be no legal strategy."""
+def ask(question: Question, constants: Constants) -> Found:
+    """Answer a question for which there may be no legal strategy, or none that fits; `reason` says which."""
     try:
-        found, _ = simplest(question, constants)
+        found = simplest(question, constants)
     except ConfigError as error:
-        return Point(question, None, str(error))
-    if found.best:
-        return Point(question, found)
-    return Point(question, found, "no strategy fits")
+        return Found(question=question, reason=str(error))
+    return found if found.fits else replace(found, reason="no strategy fits")
 
 
 def curve(
     questions: Iterable[Question], constants: Constants, progress: Progress | None = None
-) -> list[Point]:
+) -> list[Found]:
     """The answers, in order."""
     found = []
     asked = list(questions)
@@ -381,7 +319,7 @@ def curve(
     return found
 
 
-def fewest(question: Question, constants: Constants, progress: Progress | None = None) -> Point | None:
+def fewest(question: Question, constants: Constants, progress: Progress | None = None) -> Found | None:
     """The least number of devices on which something fits: exact among whole nodes, and below a node among all.
 
     Doubled from one device until something fits; then every whole node between that and its half is asked, in turn.

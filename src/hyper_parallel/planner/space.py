@@ -64,7 +64,6 @@ _RING, _ULYSSES, _HYBRID = range(len(CONTEXT_METHODS))
 class Level:
     """One level of the tree: columns that are chosen together, and the values that they may have."""
 
-    name: str
     columns: tuple[str, ...]
     options: Array
     """[options, columns]."""
@@ -99,28 +98,17 @@ class StrategySpace:
         self.shape = question.workload.shape
         self.batch, self.sequence = float(question.workload.batch), float(question.workload.sequence)
         self.devices = question.devices
-        micro = self._level("micro", ("micro",), [divisors(int(self.batch))], self._micro)
-        splits = self._level(
-            "splits",
+        most = self.shape.layers // 2
+        self.micro = self._level(("micro",), [divisors(int(self.batch))], self._micro)
+        self.dual = self._level(("dual",), [range(2)], self._dual)
+        self.splits = self._level(
             ("zero", "sequence_parallel", "method"),
             [range(4), range(2), range(len(CONTEXT_METHODS))],
             self._splits,
         )
-        orders = self._level("orders", ("order",), [range(len(ORDERS))], self._orders)
-        most = self.shape.layers // 2
-        schedules = self._level(
-            "schedules",
-            ("schedule", "virtual"),
-            [range(len(SCHEDULES)), range(1, max(1, most) + 1)],
-            self._schedules,
-        )
-        dual = self._level("dual", ("dual",), [range(2)], self._dual)
-        self.micro, self.dual, self.splits, self.orders, self.schedules = (
-            micro,
-            dual,
-            splits,
-            orders,
-            schedules,
+        self.orders = self._level(("order",), [range(len(ORDERS))], self._orders)
+        self.schedules = self._level(
+            ("schedule", "virtual"), [range(len(SCHEDULES)), range(1, max(1, most) + 1)], self._schedules
         )
         self.again = self._again()
         """Ways to compute again: a code of RECOMPUTE, and the share of the layers; None: any number of a stage's."""
@@ -157,7 +145,6 @@ class StrategySpace:
 
     def _level(
         self,
-        name: str,
         columns: tuple[str, ...],
         values: list[range] | list[list[int]],
         legal: Callable[[Columns], Mask],
@@ -168,7 +155,7 @@ class StrategySpace:
         ]
         grid = np.meshgrid(*kept, indexing="ij")
         options = np.stack([axis.ravel() for axis in grid], axis=1)
-        return Level(name, columns, options, legal)
+        return Level(columns, options, legal)
 
     def _micro(self, c: Columns) -> Mask:
         found: Mask = self.batch % (c["replicate"] * c["shard"] * c["micro"]) == 0
@@ -266,7 +253,7 @@ class StrategySpace:
         def join(column: str, legal: Callable[[Columns], Mask], values: list[int]) -> None:
             nonlocal rows
             some = [value for value in values if allows(column, value)]
-            level = Level(column, (column,), np.array(some, dtype=np.float64).reshape(-1, 1), legal)
+            level = Level((column,), np.array(some, dtype=np.float64).reshape(-1, 1), legal)
             rows, _ = level.expand(rows)
 
         def takes(column: str, legal: Callable[[Columns], Mask]) -> None:
@@ -396,18 +383,15 @@ RUNS: dict[str, Callable[[float], bool]] = {
 # share keys, and exchanges heads for positions over context ranks (`megatron/core/ssm`). A ring does not serve: a
 # recurrence hands its state from position to position. `train` splits none of them.
 
-Floats = npt.NDArray[np.float64]
-Booleans = npt.NDArray[np.bool_]
 
-
-def tensor_divides(mixer: Mixer, tensor: Floats, runnable: bool) -> Booleans:
+def tensor_divides(mixer: Mixer, tensor: Array, runnable: bool) -> Mask:
     """Which tensor degrees split a mixer."""
     if runnable or not mixer.splits:
         return np.asarray(tensor == 1, dtype=np.bool_)
     return np.asarray(mixer.splits % tensor == 0, dtype=np.bool_)
 
 
-def context_divides(mixer: Mixer, context: Floats, tensor: Floats, runnable: bool) -> Booleans:
+def context_divides(mixer: Mixer, context: Array, tensor: Array, runnable: bool) -> Mask:
     """Which context degrees split the heads that tensor leaves to a rank, by Ulysses."""
     if runnable or not mixer.splits:
         return np.asarray(context == 1, dtype=np.bool_)

@@ -1,63 +1,31 @@
-"""Tables of sweeps: scaling, longest sequence, fewest devices."""
+"""Answers to series of questions: how a step scales, the longest sequence, the fewest devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner import format, run_file
-from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.answer import Answer
+from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.solve import Point
+from hyper_parallel.planner.search import Found
 from hyper_parallel.report.sheets import NONE, Sheet
-from hyper_parallel.report.table import render as text_of
-from hyper_parallel.report.table import wrapped
 from hyper_parallel.units import format_bytes, format_count, format_duration
 
 _UNUSED = ("cost",)
-"""Columns that are left out where no row has a value."""
+"""Columns that a short answer leaves out where no row has a value."""
 
 
-@dataclass(frozen=True)
-class SweepTable:
-    """A table of several answers, and what it says in a sentence."""
-
-    heading: str
-    sheet: Sheet
-    sentences: tuple[str, ...]
-    rows: tuple[dict[str, Any], ...]
-
-    @property
-    def verdict(self) -> str:
-        """The first of the sentences. The first word is `estimated`."""
-        return f"estimated: {self.sentences[0].replace(' (estimated)', '')}"
-
-    def short(self, width: int = 80) -> str:
-        """For the terminal: the verdict and a row for each point, without settings."""
-        at = self.sheet.columns.index("best strategy")
-        rows = tuple((*row[:at], _brief(row[at]), *row[at + 1 :]) for row in self.sheet.rows)
-        brief = Sheet(self.sheet.title, self.sheet.columns, rows, left=self.sheet.left, drop=self.sheet.drop)
-        for name in _UNUSED:
-            if name in brief.columns and {row[brief.columns.index(name)] for row in brief.rows} == {NONE}:
-                brief = brief.without(name)
-        told = [wrapped(self.verdict, width), "", text_of("", [], [brief], "estimated", width).strip()]
-        told += [wrapped(sentence, width) for sentence in self.sentences[1:]]
-        return "\n".join([*told, "next  --details (settings, 90% intervals)", ""])
-
-    def text(self, width: int = 140) -> str:
-        """For the terminal. The first word is `estimated`."""
-        body = text_of(self.heading, [], [self.sheet], "estimated", width).rstrip()
-        return "\n".join([body, "", *(wrapped(sentence, width) for sentence in self.sentences)])
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; times are seconds, memory is bytes; all are estimated."""
-        return {"estimated": True, "says": list(self.sentences), "points": list(self.rows)}
-
-
-def scaling(points: Sequence[Point], tokens: float = 0.0) -> SweepTable:
+def scaling(points: Sequence[Found], tokens: float = 0.0) -> Answer:
     """The best step for each number of devices, beside what the first would give if it scaled ideally."""
+    return _answer(points, _scaled(points, tokens), _scales(points))
+
+
+def _scaled(points: Sequence[Found], tokens: float) -> Sheet:
+    """A row for each number of devices."""
     first = next((_best(point) for point in points if point.fits), None)
     rows = []
     for point in points:
@@ -77,7 +45,7 @@ def scaling(points: Sequence[Point], tokens: float = 0.0) -> SweepTable:
                 _cost(best, point.question, tokens),
             )
         )
-    sheet = Sheet(
+    return Sheet(
         "how the step scales",
         ("devices", "best strategy", "step (90%)", "MFU", "tokens/s, all", "of ideal", "peak", "cost"),
         tuple(rows),
@@ -86,13 +54,12 @@ def scaling(points: Sequence[Point], tokens: float = 0.0) -> SweepTable:
         note="of ideal: tokens/s of a device beside those of the first row; the batch is the same in all rows"
         + _cost_note(points[0].question, tokens),
     )
-    return _made(points, sheet, (_scales(points),))
 
 
-def _scales(points: Sequence[Point]) -> str:
+def _scales(points: Sequence[Found]) -> str:
     """What more devices give, in a sentence."""
     work = points[0].question.workload
-    name = work.shape.name or "the model"
+    name = work.shape.title
     found = [best for best in map(_best, points) if best is not None]
     if not found:
         return f"{name} fits on none of these numbers of devices"
@@ -107,7 +74,7 @@ def _scales(points: Sequence[Point]) -> str:
     )
 
 
-def lengths(points: Sequence[Point]) -> SweepTable:
+def lengths(points: Sequence[Found]) -> Answer:
     """The best step for each length of a sequence, and the longest of these that fits."""
     rows = []
     for point in points:
@@ -141,53 +108,67 @@ def lengths(points: Sequence[Point]) -> SweepTable:
     beyond = points[-1].question.workload
     known = beyond.shape.positions
     notes = (f"{beyond.shape.name} is made for {known:,} tokens",) if 0 < known < beyond.sequence else ()
-    return _made(points, sheet, (longest, *notes))
+    return _answer(points, sheet, longest, *notes)
 
 
-def fewest(question: Question, point: Point | None, tokens: float = 0.0) -> SweepTable:
+def fewest(question: Question, point: Found | None, tokens: float = 0.0) -> Answer:
     """The fewest devices on which it fits. Raises ConfigError where it fits on none."""
-    name, where = (
-        question.workload.shape.name or "the model",
-        question.cluster.name or question.cluster.source,
-    )
+    name, where = question.workload.shape.title, question.cluster.title
     if point is None:
         raise ConfigError(
             f"{name} fits on no number of devices of {where} with this batch and sequence: a stage of one layer is too "
             "large for a device; try a shorter sequence, a smaller batch, or devices with more memory"
         )
-    made = scaling([point], tokens)
-    best = _best(point)
-    assert best is not None, "it fits"
+    best, devices = point.best[0], point.question.devices
     says = (
-        f"{name} fits on {point.question.devices:,} {'device' if point.question.devices == 1 else 'devices'} of "
-        f"{where}, and on no fewer (estimated): "
-        f"{format.axes(best.strategy)}, {format_duration(best.seconds)} a step"
+        f"{name} fits on {devices:,} {'device' if devices == 1 else 'devices'} of {where}, and on no fewer "
+        f"(estimated): {format.axes(best.strategy)}, {format_duration(best.seconds)} a step"
     )
     sheet = replace(
-        made.sheet.without("of ideal"), title="the fewest devices", note=_cost_note(question, tokens)[2:]
+        _scaled([point], tokens).without("of ideal"),
+        title="the fewest devices",
+        note=_cost_note(question, tokens)[2:],
     )
-    return SweepTable(made.heading, sheet, (says, *made.sentences[1:]), made.rows)
+    return _answer([point], sheet, says)
 
 
-def _made(points: Sequence[Point], sheet: Sheet, sentences: tuple[str, ...]) -> SweepTable:
-    question = points[0].question
-    shape, work = question.workload.shape, question.workload
-    heading = (
-        f"estimated steps of {shape.name or 'the model'} ({format_count(shape.parameters)} parameters"
-        f"{format.trained(work)}; "
-        f"{format_count(work.tokens)} tokens, {work.precision}) on {question.cluster.name or question.cluster.source}"
-    )
+def _answer(points: Sequence[Found], sheet: Sheet, *sentences: str) -> Answer:
+    """The answer whose first sentence is its verdict."""
+    work, cluster = points[0].question.workload, points[0].question.cluster
+    shape = work.shape
     shown = [(f"the best on row {place}", _best(point)) for place, point in enumerate(points, 1)]
     notes = run_file.runnable_note((name, best) for name, best in shown if best is not None)
-    return SweepTable(heading, sheet, (*sentences, *notes), tuple(_row(point) for point in points))
+    return Answer(
+        word="estimated",
+        verdict=f"estimated: {sentences[0].replace(' (estimated)', '')}",
+        lines=[("next", "--details (settings, 90% intervals)")],
+        heading=f"estimated steps of {shape.title} ({format_count(shape.parameters)} parameters"
+        f"{format.trained(work)}; {format_count(work.tokens)} tokens, {work.precision}) on {cluster.title}",
+        sheets=[sheet],
+        brief=_brief(sheet),
+        sentences=[*sentences, *notes],
+        data={
+            "estimated": True,
+            "says": [*sentences, *notes],
+            "points": [_data(point) for point in points],
+        },
+    )
 
 
-def _brief(strategy: str) -> str:
-    """Axes alone; of a reason what comes before its explanation."""
-    return strategy.partition("; ")[0].partition(": ")[0]
+def _brief(sheet: Sheet) -> Sheet:
+    """The table without settings; of a reason, what comes before its explanation."""
+    at = sheet.columns.index("best strategy")
+    rows = tuple(
+        (*row[:at], row[at].partition("; ")[0].partition(": ")[0], *row[at + 1 :]) for row in sheet.rows
+    )
+    brief = replace(sheet, rows=rows, note="")
+    for name in _UNUSED:
+        if name in brief.columns and {row[brief.columns.index(name)] for row in brief.rows} == {NONE}:
+            brief = brief.without(name)
+    return brief
 
 
-def _row(point: Point) -> dict[str, Any]:
+def _data(point: Found) -> dict[str, Any]:
     best, work = _best(point), point.question.workload
     head = {
         "devices": point.question.devices,
@@ -198,11 +179,8 @@ def _row(point: Point) -> dict[str, Any]:
     return head | ({"reason": point.reason} if best is None else {"best": best.to_json()})
 
 
-def _best(point: Point) -> Figures | None:
-    if point.answer is None or not point.answer.best:
-        return None
-    choice = point.answer.best[0]
-    return figures(choice.table, choice.estimate)[0]
+def _best(point: Found) -> Figures | None:
+    return point.best[0] if point.best else None
 
 
 def _step(best: Figures) -> str:

@@ -12,19 +12,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.planner.columns import ARCHITECTURES, CODES, Profile, architecture, of_workload
+from hyper_parallel.planner.columns import (
+    ARCHITECTURES,
+    WORKLOAD_COLUMNS,
+    Array,
+    Profile,
+    architecture,
+    of_workload,
+)
 from hyper_parallel.workload.workload import ADAMW, PRECISIONS, Workload, state_bytes
 
 __all__ = [
     "COLUMNS",
+    "DEGREES",
     "PRECISIONS",
     "PROFILE_COLUMNS",
     "SPREAD",
@@ -35,81 +43,13 @@ __all__ = [
     "of_workload",
 ]
 
-Array = npt.NDArray[np.float64]
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """Configurations as columns. Raises ValueError where columns differ in length."""
+    """Configurations as columns, each an attribute. Raises ValueError where columns differ in length.
 
-    # What is trained. As in `workload.Shape`; latent attention's dims are 0 where there is none.
-    layers: Array
-    hidden: Array
-    heads: Array
-    kv_heads: Array
-    head_dim: Array
-    ffn: Array
-    gated: Array
-    vocabulary: Array
-    tied: Array
-    experts: Array
-    chosen: Array
-    expert_ffn: Array
-    shared_ffn: Array
-    dense_layers: Array
-    query_rank: Array
-    key_rank: Array
-    plain: Array
-    rotary: Array
-    value: Array
-    window: Array
-    windowed: Array
-    expert_groups: Array
-    chosen_groups: Array
-    """Groups that a token's experts lie in, of `expert_groups`; 0 where routing is not limited."""
-    gate: Array
-    expert_hidden: Array
-    """0: experts take the hidden state as it is."""
-    expert_bias: Array
-    attention_layers: Array
-    mixer_layers: Array
-    """Layers with another token mixer than attention; its sizes, as in `workload.mixers.Mixer`, are 0 without one."""
-    mlp_layers: Array
-    """Layers with an MLP or experts."""
-    mixer_inputs: Array
-    mixer_inner: Array
-    mixer_rest: Array
-    """Elements of a mixer's other matrices and vectors."""
-    mixer_scanned: Array
-    mixer_moved: Array
-    mixer_reference: Array
-    mixer_reference_scanned: Array
-    mixer_saved: Array
-    prediction_modules: Array
-
-    frozen: Array
-    """1: only adapters are trained; 0: the whole model, and what follows is 0."""
-    frozen_bytes: Array
-    """Bytes of a frozen weight."""
-    adapter_rank: Array
-    adapter_inputs: Array
-    """Input features of all adapted linear layers of a mean layer."""
-    adapter_outputs: Array
-    adapted_attention: Array
-    """1: the first linear layers of attention or of a mixer have adapters, whose gradients need their input."""
-    adapted_output: Array
-    """1: the last linear layer of attention or of a mixer has one."""
-    adapted_mlp: Array
-    """1: the first linear layers of MLPs have them."""
-    adapted_down: Array
-    """1: the last linear layer of MLPs has one."""
-
-    sequence: Array
-    """Tokens."""
-    batch: Array
-    """Sequences of a step, on all devices."""
-    precision: Array
-    """Code in PRECISIONS."""
+    The columns of what is trained are named in `columns` (`SHAPE`, `LATENT`, `MIXER`, `ADAPTER`, `STEP`), those of what
+    a framework does in `Profile`; the others are these.
+    """
 
     devices: Array
     node: Array
@@ -179,35 +119,14 @@ class Table:
     order: Array
     """Code in ORDERS."""
 
-    # What the framework does; as in `profiles.Profile`.
-    fused: Array
-    flash: Array
-    overlap_data: Array
-    overlap_split: Array
-    overlap_tensor: Array
-    overlap_expert: Array
-    overlap_shared: Array
-    ordered: Array
-    graphs: Array
-    fused_routing: Array
-    bias_by_expert: Array
-    balanced: Array
-    greedy: Array
-    dedup: Array
-    dispatch_bytes: Array
-    even: Array
-    gradient_bytes: Array
-    scatter_bytes: Array
-    weight_bytes: Array
-    state_bytes: Array
-    logit_bytes: Array
-    regathers: Array
-    tuned: Array
-    scans: Array
+    if TYPE_CHECKING:
 
-    def __post_init__(self) -> None:
-        for name in COLUMNS:
-            object.__setattr__(self, name, _column(name, getattr(self, name)))
+        def __getattr__(self, name: str) -> Array: ...
+
+    def __init__(self, **columns: npt.ArrayLike) -> None:
+        if columns.keys() != _NAMES:
+            raise TypeError(f"a table has other columns; these differ: {sorted(columns.keys() ^ _NAMES)}")
+        self.__dict__.update({name: _column(name, columns[name]) for name in COLUMNS})
         self._check()
 
     def _check(self) -> None:
@@ -225,7 +144,8 @@ class Table:
         """The rows of an index, a slice, an array of indices, or an array of n truth values."""
         rows = np.atleast_1d(np.arange(self.n)[index])
         if rows.size == 1:
-            return Table(**{name: _cell(getattr(self, name), rows) for name in COLUMNS})
+            columns = ((name, getattr(self, name)) for name in COLUMNS)
+            return Table(**{name: column if column.size == 1 else column[rows] for name, column in columns})
         keep = {name: getattr(self, name) for name in COLUMNS}
         taken = {name: column if column.size == 1 else column[rows] for name, column in keep.items()}
         if rows.size != self.n and all(column.size == 1 for column in taken.values()):
@@ -243,11 +163,6 @@ class Table:
         made._check()
         return made
 
-    def names(self, column: str) -> list[Any]:
-        """What a column's codes stand for, one for each row."""
-        codes = np.broadcast_to(getattr(self, column), self.n)
-        return [CODES[column][int(code)] for code in codes]
-
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster, profile: Profile, **spread: npt.ArrayLike) -> Table:
         """One workload on one cluster, spread as the columns of `spread` say; what they leave out is not split.
@@ -261,8 +176,7 @@ class Table:
         columns["state_bytes"] += moments * (state_bytes(workload) / ADAMW - 1)
         columns |= {**UNSEARCHED, **SPREAD, **spread}
         if "devices" not in columns:
-            axes = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
-            product = math.prod(np.asarray(columns[axis], dtype=np.float64) for axis in axes)
+            product = math.prod(np.asarray(columns[axis], dtype=np.float64) for axis in DEGREES)
             columns["devices"] = cluster.ranks if cluster.ranks else product
         return cls(**columns)
 
@@ -280,7 +194,10 @@ class Table:
         return cls(**{name: column(name) for name in COLUMNS})
 
 
-COLUMNS = tuple(field.name for field in fields(Table))
+PROFILE_COLUMNS = tuple(
+    field.name for field in fields(Profile) if field.name not in ("name", "source", "defaults")
+)
+COLUMNS = (*WORKLOAD_COLUMNS, *Table.__annotations__, *PROFILE_COLUMNS)
 """The columns' names, in order."""
 _NAMES = frozenset(COLUMNS)
 
@@ -307,6 +224,9 @@ SPREAD: Mapping[str, float] = {
 }
 """Nothing is split, nothing computed again: what a strategy leaves out."""
 
+DEGREES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
+"""Axes whose product is the number of devices."""
+
 UNSEARCHED: Mapping[str, float] = {"expert_tensor": 1}
 """Columns of how a run is spread that only published runs state; the search has no axis for them."""
 
@@ -318,10 +238,6 @@ def _column(name: str, values: npt.ArrayLike) -> Array:
     return column
 
 
-def _cell(column: Array, rows: npt.NDArray[np.intp]) -> Array:
-    return column if column.size == 1 else column[rows]
-
-
 def of_cluster(cluster: Cluster) -> dict[str, float]:
     """The columns of the machine, with `devices` where the cluster has a number of ranks.
 
@@ -330,17 +246,17 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
     device = cluster.device
     if device is None:
         raise ConfigError(
-            f"the cluster {cluster.name or cluster.source!r} says nothing of its devices; name a preset, or give its "
+            f"the cluster {cluster.title!r} says nothing of its devices; name a preset, or give its "
             "file the section `device`"
         )
     peak16 = device.peak("bfloat16")
-    peak8 = max(peak16, _peak(device.matrix, "float8_e4m3fn", peak16))
+    peak8 = max(peak16, device.matrix.get("float8_e4m3fn", peak16))
     columns = {
         "node": float(cluster.node or math.inf),
         "supernode": float(cluster.supernode or 1),
         "peak16": peak16,
         "peak8": peak8,
-        "peak4": max(peak8, _peak(device.matrix, "float4_e2m1fn_x2", peak8)),
+        "peak4": max(peak8, device.matrix.get("float4_e2m1fn_x2", peak8)),
         "capacity": device.memory.bytes,
         "hbm": device.memory.read,
         "architecture": float(ARCHITECTURES.index(architecture(device.name))),
@@ -355,7 +271,7 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
         names = [name for name in (level, *stands_in) if name in cluster.links]
         if not names:
             raise ConfigError(
-                f"the cluster {cluster.name or cluster.source!r} describes no link between its devices; give "
+                f"the cluster {cluster.title!r} describes no link between its devices; give "
                 "`links` a level node, supernode or network with a bandwidth and a latency"
             )
         link = cluster.links[names[0]]
@@ -382,13 +298,6 @@ def _of_host(cluster: Cluster) -> dict[str, float]:
 def of_profile(profile: Profile) -> dict[str, float]:
     """The columns of what a framework does."""
     return {name: float(getattr(profile, name)) for name in PROFILE_COLUMNS}
-
-
-PROFILE_COLUMNS = COLUMNS[COLUMNS.index("fused") :]
-
-
-def _peak(peaks: Mapping[str, float], dtype: str, otherwise: float) -> float:
-    return peaks.get(dtype, otherwise)
 
 
 def sum_of(parts: dict[str, Array]) -> Array:

@@ -4,7 +4,7 @@
 """
 
 from hyper_parallel.workload.shape import Latent, Shape
-from hyper_parallel.workload.work import Flops, Work, WorkKind, bytes_of, flops_of_config, flops_of_model, mfu
+from hyper_parallel.workload.work import Flops, Work, WorkKind, bytes_of, flops_of_model, mfu
 from hyper_parallel.workload.workload import PRECISIONS, Precision, Workload
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "WorkKind",
     "Workload",
     "bytes_of",
-    "flops_of_config",
     "flops_of_model",
     "mfu",
 ]

@@ -28,18 +28,14 @@ ALONE = frozenset(("mamba", "mamba2", "falcon_mamba"))
 """Families whose layers are mixers and nothing else."""
 BOTH = frozenset(("falcon_h1",))
 """Families whose layers have attention and a mixer side by side."""
-_NORMED_HEADS = frozenset(
-    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe")
-)
+_GATED_ATTENTION = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"))
+"""Families with a gate for each feature of attention's result, and of one column on their shared experts."""
+_NORMED_HEADS = _GATED_ATTENTION | {"lfm2", "lfm2_moe"}
 """Families that normalise each head of queries and of keys."""
 _NORMED_QUERIES = frozenset(("olmo_hybrid",))
 """Families that normalise all queries and all keys together."""
-_GATED_ATTENTION = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"))
-"""Families with a gate for each feature of attention's result."""
 _GATED_HEADS = frozenset(("bailing_hybrid",))
 """Families with a gate for each head of attention's result, and full-rank gates of their delta rule."""
-_GATED_SHARED = _GATED_ATTENTION
-"""Families with a gate of one column on their shared experts."""
 UNDESCRIBED = frozenset(("rwkv", "xlstm"))
 """Families whose layers are mixers of a kind that no formula here describes."""
 _SHARED_WEIGHTS = ("num_mem_blocks", "hybrid_layer_ids")
@@ -133,14 +129,14 @@ def _unplaced(name: str) -> LayerMix:
 
 def mixer(config: Config, family: str, hidden: int) -> Mixer | None:
     """The token mixer whose sizes a config has; None without one."""
-    if _find(config, "mamba_d_state", "ssm_state_size", "state_size"):
+    if find(config, "mamba_d_state", "ssm_state_size", "state_size"):
         return _mamba(config, family, hidden)
-    if _find(config, "linear_num_value_heads"):
+    if find(config, "linear_num_value_heads"):
         return _gated_delta(config)
-    if _find(config, "linear_num_heads") or config.get("linear_attn_config"):
+    if find(config, "linear_num_heads") or config.get("linear_attn_config"):
         return _kimi_delta(config, family)
-    if _find(config, "conv_L_cache"):
-        kernel, bias = _find(config, "conv_L_cache"), bool(config.get("conv_bias"))
+    if find(config, "conv_L_cache"):
+        kernel, bias = find(config, "conv_L_cache"), bool(config.get("conv_bias"))
         return Mixer(
             kind="convolution",
             inputs=3 * hidden,
@@ -149,21 +145,21 @@ def mixer(config: Config, family: str, hidden: int) -> Mixer | None:
             kernel=kernel,
             vectors=5 * hidden * bias,
         )
-    if width := _find(config, "lru_width"):
-        heads = _find(config, "num_attention_heads")
+    if width := find(config, "lru_width"):
+        heads = find(config, "num_attention_heads")
         return Mixer(
             kind="recurrent_unit",
             inputs=2 * width,
             inner=width,
             others=2 * width * (width // heads),
             channels=width,
-            kernel=_find(config, "conv1d_width"),
+            kernel=find(config, "conv1d_width"),
             heads=heads,
             vectors=6 * width + hidden,
         )
-    if family.startswith("minimax") and (block := _find(config, "block_size")):
-        heads = _find(config, "num_attention_heads")
-        size = _find(config, "head_dim") or hidden // heads
+    if family.startswith("minimax") and (block := find(config, "block_size")):
+        heads = find(config, "num_attention_heads")
+        size = find(config, "head_dim") or hidden // heads
         wide = heads * size
         return Mixer(
             kind="linear",
@@ -180,10 +176,10 @@ def mixer(config: Config, family: str, hidden: int) -> Mixer | None:
 
 
 def _mamba(config: Config, family: str, hidden: int) -> Mixer:
-    state = _find(config, "mamba_d_state", "ssm_state_size", "state_size")
-    heads = _find(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    state = find(config, "mamba_d_state", "ssm_state_size", "state_size")
+    heads = find(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
     expand = config.get("mamba_expand") or config.get("expand") or 2
-    kernel = _find(config, "mamba_d_conv", "conv_kernel") or 4
+    kernel = find(config, "mamba_d_conv", "conv_kernel") or 4
     bias = config.get("mamba_conv_bias", config.get("use_conv_bias", True))
     projections = config.get("mamba_proj_bias", config.get("use_bias", False))
     rank = config.get("mamba_dt_rank") or config.get("time_step_rank")
@@ -208,9 +204,9 @@ def _mamba(config: Config, family: str, hidden: int) -> Mixer:
             vectors=inner * (state + 2 + bool(bias)) + (rank + 2 * state) * (family == "jamba"),
         )
         return _biased(one, hidden, bool(projections))
-    size = _find(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim")
-    size = size or (_find(config, "head_dim") if family == "mamba2" else 0) or int(expand * hidden) // heads
-    groups = _find(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
+    size = find(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    size = size or (find(config, "head_dim") if family == "mamba2" else 0) or int(expand * hidden) // heads
+    groups = find(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
     inner = heads * size
     channels = inner + 2 * groups * state
     normed = config.get("mamba_rms_norm", True)
@@ -224,7 +220,7 @@ def _mamba(config: Config, family: str, hidden: int) -> Mixer:
         key=state,
         value=size,
         groups=groups,
-        chunk=_find(config, "mamba_chunk_size", "chunk_size") or 256,
+        chunk=find(config, "mamba_chunk_size", "chunk_size") or 256,
         vectors=3 * heads + inner * bool(normed) + channels * bool(bias),
     )
     return _biased(one, hidden, bool(projections))
@@ -235,15 +231,15 @@ def _biased(one: Mixer, hidden: int, biases: bool) -> Mixer:
 
 
 def _gated_delta(config: Config) -> Mixer:
-    heads, groups = _find(config, "linear_num_value_heads"), _find(config, "linear_num_key_heads")
-    key, value = _find(config, "linear_key_head_dim"), _find(config, "linear_value_head_dim")
+    heads, groups = find(config, "linear_num_value_heads"), find(config, "linear_num_key_heads")
+    key, value = find(config, "linear_key_head_dim"), find(config, "linear_value_head_dim")
     keys, values = groups * key, heads * value
     return Mixer(
         kind="gated_delta",
         inputs=2 * keys + 2 * values + 2 * heads,
         inner=values,
         channels=2 * keys + values,
-        kernel=_find(config, "linear_conv_kernel_dim"),
+        kernel=find(config, "linear_conv_kernel_dim"),
         heads=heads,
         key=key,
         value=value,
@@ -255,9 +251,9 @@ def _gated_delta(config: Config) -> Mixer:
 
 def _kimi_delta(config: Config, family: str) -> Mixer:
     given = config.get("linear_attn_config") or {}
-    heads = _find(config, "linear_num_heads") or int(given.get("num_heads") or 0)
-    size = _find(config, "linear_head_dim") or int(given.get("head_dim") or 0)
-    kernel = _find(config, "linear_conv_kernel_dim") or int(given.get("short_conv_kernel_size") or 0)
+    heads = find(config, "linear_num_heads") or int(given.get("num_heads") or 0)
+    size = find(config, "linear_head_dim") or int(given.get("head_dim") or 0)
+    kernel = find(config, "linear_conv_kernel_dim") or int(given.get("short_conv_kernel_size") or 0)
     wide = heads * size
     low = family not in _GATED_HEADS
     return Mixer(
@@ -291,11 +287,11 @@ def attention_vectors(config: Config, family: str, heads: int, keys: int, size: 
     if family in _NORMED_QUERIES:
         found += (heads + keys) * size
     if config.get("kv_lora_rank"):
-        found += _find(config, "kv_lora_rank") + _find(config, "q_lora_rank")
+        found += find(config, "kv_lora_rank") + find(config, "q_lora_rank")
     if config.get("attention_bias"):
-        found += (heads + 2 * keys) * size + _find(config, "hidden_size")
+        found += (heads + 2 * keys) * size + find(config, "hidden_size")
     elif family == "recurrent_gemma":
-        found += _find(config, "hidden_size")
+        found += find(config, "hidden_size")
     return found
 
 
@@ -309,9 +305,9 @@ def mlp_vectors(config: Config, family: str, hidden: int, features: int, gated: 
 def expert_vectors(config: Config, family: str, hidden: int) -> int:
     """Elements of gates and biases of a layer's experts, in families with other mixers."""
     shared = bool(config.get("shared_expert_intermediate_size"))
-    return hidden * (family in _GATED_SHARED and shared)
+    return hidden * (family in _GATED_ATTENTION and shared)
 
 
-def _find(config: Config, *keys: str) -> int:
+def find(config: Config, *keys: str) -> int:
     """The value of the first key that the config has as a number; 0 if it has none."""
     return next((int(config[key]) for key in keys if config.get(key) and config[key] != "auto"), 0)

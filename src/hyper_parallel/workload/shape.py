@@ -162,6 +162,11 @@ class Shape:
         return of_config(config, name)
 
     @property
+    def title(self) -> str:
+        """Its name in a sentence."""
+        return self.name or "the model"
+
+    @property
     def expert_layers(self) -> int:
         """Layers with experts."""
         return self.mlp_layers - self.dense_layers if self.experts else 0

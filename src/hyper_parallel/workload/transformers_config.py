@@ -66,13 +66,13 @@ def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
     family = str(config.get("model_type", ""))
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"the model {name!r} has an encoder and a decoder; give a decoder alone")
-    layers = _find(config, *_LAYERS) or len(hybrids.kinds(config, 0)) or _need(config, name, *_LAYERS)
+    layers = hybrids.find(config, *_LAYERS) or len(hybrids.kinds(config, 0)) or _need(config, name, *_LAYERS)
     hidden = _need(config, name, *_HIDDEN)
     mix = hybrids.layer_mix(config, name, layers, hidden)
     # Models of mixers alone have no heads: their attention is that of no layer.
     heads = _need(config, name, *_HEADS) if mix is None or mix.attending else 1
     latent = _latent(config, name)
-    size = latent.plain + latent.rotary if latent else _find(config, *_HEAD_DIM)
+    size = latent.plain + latent.rotary if latent else hybrids.find(config, *_HEAD_DIM)
     gated = family not in _WITHOUT_GATES
     experts = _experts(config, name, layers, mix)
     window, windowed = _windows(config, family, layers)
@@ -82,7 +82,7 @@ def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=(_find(config, *_KV_HEADS) or heads) if heads > 1 else 1,
+        kv_heads=(hybrids.find(config, *_KV_HEADS) or heads) if heads > 1 else 1,
         head_dim=size or hidden // heads,
         ffn=_features(config, name, family, hidden, gated, bool(experts), mix),
         gated=gated,
@@ -91,9 +91,9 @@ def of_config(config: Mapping[str, Any], name: str = "") -> Shape:
         latent=latent,
         window=window,
         windowed=windowed,
-        positions=_find(config, *_POSITIONS),
+        positions=hybrids.find(config, *_POSITIONS),
         gate=hybrids.gate_columns(family, heads, size or hidden // heads),
-        expert_hidden=_find(config, "moe_latent_size") if experts else 0,
+        expert_hidden=hybrids.find(config, "moe_latent_size") if experts else 0,
         expert_bias=bool(experts) and family in _BIASED_EXPERTS,
         mix=mix,
         source=f"the config of {name}",
@@ -124,19 +124,19 @@ def _features(
     """Features of an MLP without experts; 0 where no layer has one."""
     if mix is not None and not mix.feeding:
         return 0
-    found = _find(config, *_FFN)
-    if not experts and (shared := _find(config, "shared_intermediate_size")):
+    found = hybrids.find(config, *_FFN)
+    if not experts and (shared := hybrids.find(config, "shared_intermediate_size")):
         # The MLP of a family that may have experts beside it.
         return shared
     if config.get("block_auto_adjust_ff_dim"):
         found = int(2 * found / 3 * (config.get("block_ffn_dim_multiplier") or 1.0))
-        multiple = _find(config, "block_multiple_of") or 1
+        multiple = hybrids.find(config, "block_multiple_of") or 1
         found = -(-found // multiple) * multiple
     if family == "recurrent_gemma":
         # It writes the features of gate and product together.
         return found // 2
     if experts and mix is not None:
-        return found or _find(config, "moe_intermediate_size")
+        return found or hybrids.find(config, "moe_intermediate_size")
     return found or (4 * hidden if not gated else _need(config, name, *_FFN))
 
 
@@ -144,7 +144,7 @@ def _latent(config: Mapping[str, Any], name: str) -> Latent | None:
     if not config.get("kv_lora_rank"):
         return None
     return Latent(
-        query_rank=_find(config, "q_lora_rank"),
+        query_rank=hybrids.find(config, "q_lora_rank"),
         key_rank=_need(config, name, "kv_lora_rank"),
         plain=_need(config, name, "qk_nope_head_dim"),
         rotary=_need(config, name, "qk_rope_head_dim"),
@@ -154,14 +154,14 @@ def _latent(config: Mapping[str, Any], name: str) -> Latent | None:
 
 def _experts(config: Mapping[str, Any], name: str, layers: int, mix: LayerMix | None) -> dict[str, int]:
     """The fields of a Shape that describe experts."""
-    experts = _find(config, *_EXPERTS)
+    experts = hybrids.find(config, *_EXPERTS)
     kinds = hybrids.kinds(config, layers)
     blocks = mix is not None and mix.feeding < layers
     if experts < 2 or (blocks and not any(kind in ("moe", "E") for kind in kinds)):
         return {}
-    features = _find(config, "moe_intermediate_size", "expert_intermediate_size")
+    features = hybrids.find(config, "moe_intermediate_size", "expert_intermediate_size")
     features = features or _need(config, name, *_FFN)
-    shared = _find(
+    shared = hybrids.find(
         config,
         "moe_shared_expert_intermediate_size",
         "shared_expert_intermediate_size",
@@ -171,7 +171,7 @@ def _experts(config: Mapping[str, Any], name: str, layers: int, mix: LayerMix | 
         "experts": experts,
         "chosen": _need(config, name, *_CHOSEN),
         "expert_ffn": features,
-        "shared_ffn": shared or features * _find(config, "n_shared_experts", "num_shared_experts"),
+        "shared_ffn": shared or features * hybrids.find(config, "n_shared_experts", "num_shared_experts"),
         "dense_layers": sum(kind in ("mlp", "-") for kind in kinds) if blocks else _dense(config, layers),
         **_groups(config),
     }
@@ -179,7 +179,7 @@ def _experts(config: Mapping[str, Any], name: str, layers: int, mix: LayerMix | 
 
 def _groups(config: Mapping[str, Any]) -> dict[str, int]:
     """Groups of experts that a token's choice is limited to; one group limits nothing."""
-    groups, chosen = _find(config, "n_group"), _find(config, "topk_group")
+    groups, chosen = hybrids.find(config, "n_group"), hybrids.find(config, "topk_group")
     return {"expert_groups": groups, "chosen_groups": chosen} if 0 < chosen < groups else {}
 
 
@@ -199,7 +199,7 @@ def _dense(config: Mapping[str, Any], layers: int) -> int:
 
 def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, float]:
     """Tokens of a window, and the share of the layers that have it."""
-    window = _find(config, "sliding_window", "attention_chunk_size", "attention_window_size")
+    window = hybrids.find(config, "sliding_window", "attention_chunk_size", "attention_window_size")
     if not window or config.get("use_sliding_window") is False:
         return 0, 0.0
     if types := config.get("layer_types"):
@@ -216,13 +216,8 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
     return (window, share) if share else (0, 0.0)
 
 
-def _find(config: Mapping[str, Any], *keys: str) -> int:
-    """The value of the first key that the config has; 0 if it has none."""
-    return next((int(config[key]) for key in keys if config.get(key)), 0)
-
-
 def _need(config: Mapping[str, Any], name: str, *keys: str) -> int:
-    found = _find(config, *keys)
+    found = hybrids.find(config, *keys)
     if not found:
         raise ConfigError(
             f"the config of {name or 'the model'!r} has no {keys[0]}, which its shape needs; give it, or another name "
@@ -252,7 +247,7 @@ def to_config(shape: Shape, sequence: int = 0) -> dict[str, Any]:
     if shape.mix is not None:
         if shape.name not in CONFIGS:
             raise ConfigError(
-                f"the dimensions of {shape.name or 'the model'!r} do not say which of its layers mix tokens without "
+                f"the dimensions of {shape.title!r} do not say which of its layers mix tokens without "
                 "attention; give its config.json"
             )
         return {**CONFIGS[shape.name][1], "max_position_embeddings": positions}

@@ -148,29 +148,6 @@ def mfu(flops: float, seconds: float, devices: int, peak: float) -> float:
     return flops / (seconds * devices * peak)
 
 
-def flops_of_config(config: Mapping[str, Any]) -> Flops:
-    """From a Transformers config of a dense decoder, as `config.to_dict()` gives it; needs no torch.
-
-    Raises ConfigError when the config lacks a field that the count needs.
-    """
-    hidden = _field(config, "hidden_size", "n_embd")
-    layers = _field(config, "num_hidden_layers", "n_layer")
-    heads = _field(config, "num_attention_heads", "n_head")
-    vocabulary = _field(config, "vocab_size")
-    size = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    # GPT-2 has an optional inner size and no gate; the gated families all name intermediate_size.
-    gated = "n_embd" not in config
-    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    attention = hidden * size * (heads + 2 * kv_heads) + heads * size * hidden
-    mlp = (3 if gated else 2) * hidden * inner
-    return Flops(
-        matmul_parameters=layers * (attention + mlp) + hidden * vocabulary,
-        heads_times_size=heads * size,
-        windows=_windows(config, layers),
-    )
-
-
 def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Flops:
     """From a whole (not yet sharded) module: counts every parameter of two dims except lookup embeddings, and of
     experts, whose parameters have three dims, those that a token uses.
@@ -187,7 +164,8 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
             common = {*getattr(own, "attribute_map", {}), "num_hidden_layers"}
             config = {key: getattr(own, key, None) for key in common} | own.to_dict()
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    chosen = _experts_chosen(config)
+    known = config or {}
+    chosen = next((known[key] for key in ("num_experts_per_tok", "moe_topk") if known.get(key)), None)
     multiplied: dict[tuple[int, str], float] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -196,7 +174,7 @@ def flops_of_model(model: nn.Module, config: Mapping[str, Any] | None = None) ->
                 multiplied[id(parameter), name] = parameter.numel()
             elif parameter.ndim == 3 and chosen is not None:
                 # A matrix for each expert: a token is multiplied with those of its experts.
-                multiplied[id(parameter), name] = parameter.numel() * chosen / parameter.shape[0]
+                multiplied[id(parameter), name] = parameter.numel() * int(chosen) / parameter.shape[0]
     matrices = round(sum(multiplied.values()))
     if config is None:
         return Flops(matrices, 0, ())
@@ -220,13 +198,6 @@ def _attention_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(
         window for window, kind in zip(windows, kinds, strict=True) if kind not in hybrids.WITHOUT_ATTENTION
     )
-
-
-def _experts_chosen(config: Mapping[str, Any] | None) -> int | None:
-    """The number of experts that a token uses; None without experts."""
-    known = config or {}
-    found = next((known[key] for key in ("num_experts_per_tok", "moe_topk") if known.get(key)), None)
-    return None if found is None else int(found)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

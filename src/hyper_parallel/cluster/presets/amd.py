@@ -6,22 +6,21 @@ Peaks that AMD states with structured sparsity are halved. Link bandwidths are o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from hyper_parallel.cluster.cluster import Cluster
-from hyper_parallel.cluster.files import Facts, cluster, estimate, known
+from hyper_parallel.cluster.files import (
+    MEMORY_CURVE,
+    Facts,
+    attention_shares,
+    cluster,
+    estimate,
+    known,
+    matmul_curve,
+)
 
 _MI300X = "AMD Instinct MI300X datasheet (2023)"
 _PLATFORM = "AMD Instinct MI300X platform datasheet (2023)"
 _AS_H100 = "as on NVIDIA's machines, since none is published"
-
-
-def _attention(forward: float, backward: float) -> list[dict[str, Any]]:
-    return [
-        {"layout": f"{direction}{causal}", "best": best}
-        for direction, best in (("forward", forward), ("backward", backward))
-        for causal in ("", " causal")
-    ]
 
 
 def mi300x() -> Cluster:
@@ -39,13 +38,13 @@ def mi300x() -> Cluster:
             5e-6, "a kernel after another in a stream, somewhat more than on NVIDIA's devices"
         ),
         "device.efficiency.matmul": estimate(
-            [{"best": 0.60, "half": [121.0, 192.0, 144.0]}],
+            matmul_curve(0.60),
             "the best measured is 758 of 1307 TFLOP/s (stas00/ml-engineering); half lengths as on the A100",
         ),
-        "device.efficiency.attention": estimate(_attention(0.30, 0.22), "somewhat below an H100's shares"),
-        "device.efficiency.memory": estimate(
-            [{"points": [[1e5, 0.3], [1e6, 0.6], [1e7, 0.75], [1e8, 0.9]]}], "the curve of the A100"
+        "device.efficiency.attention": estimate(
+            attention_shares(0.30, 0.22), "somewhat below an H100's shares"
         ),
+        "device.efficiency.memory": estimate(MEMORY_CURVE, "the curve of the A100"),
         "device.comm_share": estimate(0.15, _AS_H100),
         "device.comm_slowdown": estimate(1.126, _AS_H100),
         "links.node.bandwidth": known(

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hyper_parallel.cluster.cluster import Cluster
-from hyper_parallel.cluster.files import Facts, cluster, estimate, known
+from hyper_parallel.cluster.files import (
+    MEMORY_CURVE,
+    Facts,
+    attention_shares,
+    cluster,
+    estimate,
+    known,
+    matmul_curve,
+)
 
 _A2 = "Huawei Atlas 800T A2 specification: eight 910B3, 313 TFLOP/s each"
 _DEEPSERVE = "DeepServe, arXiv 2501.14417, its table of machines"
@@ -20,14 +28,6 @@ _DAVINCI = (
     "(Liao et al., DaVinci, Hot Chips 2019): a sixteenth of the matrix rate, half of that in float32"
 )
 _LAUNCH = "a kernel after another in a stream, somewhat more than on NVIDIA's devices"
-_MATMUL = [{"best": 0.79, "half": [121.0, 192.0, 144.0]}]
-_MATMUL_HOW = "the curve of the A100, since no products by shape are published"
-_ATTENTION = [
-    {"layout": f"{direction}{causal}", "best": best}
-    for direction, best in (("forward", 0.50), ("backward", 0.40))
-    for causal in ("", " causal")
-]
-_MEMORY = [{"points": [[1e5, 0.3], [1e6, 0.6], [1e7, 0.75], [1e8, 0.9]]}]
 
 
 def _device(half: float, half_source: str, memory: float, memory_source: str) -> Facts:
@@ -38,9 +38,11 @@ def _device(half: float, half_source: str, memory: float, memory_source: str) ->
         "device.vector.bfloat16": estimate(half / 16, _DAVINCI),
         "device.memory.bytes": known(memory, memory_source),
         "device.launch": estimate(5e-6, _LAUNCH),
-        "device.efficiency.matmul": estimate(_MATMUL, _MATMUL_HOW),
-        "device.efficiency.attention": estimate(_ATTENTION, "the shares of the A100"),
-        "device.efficiency.memory": estimate(_MEMORY, "the curve of the A100"),
+        "device.efficiency.matmul": estimate(
+            matmul_curve(0.79), "the curve of the A100, since no products by shape are published"
+        ),
+        "device.efficiency.attention": estimate(attention_shares(0.50, 0.40), "the shares of the A100"),
+        "device.efficiency.memory": estimate(MEMORY_CURVE, "the curve of the A100"),
         "device.comm_share": estimate(0.05, "collectives are moved by copy engines, beside few vector cores"),
         "device.comm_slowdown": estimate(1.05, "for the memory's bandwidth that they take"),
     }

@@ -7,10 +7,18 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from hyper_parallel.cluster.cluster import Cluster
-from hyper_parallel.cluster.files import Fact, Facts, cluster, estimate, known
+from hyper_parallel.cluster.files import (
+    MEMORY_CURVE,
+    Fact,
+    Facts,
+    attention_shares,
+    cluster,
+    estimate,
+    known,
+    matmul_curve,
+)
 
 _A100 = "NVIDIA A100 80GB datasheet (2021), SXM"
 _A100_PAPER = "NVIDIA A100 architecture whitepaper (2020), table of peak rates"
@@ -44,31 +52,18 @@ _PCIE4 = "PCI Express 4.0, 16 lanes of 16 GT/s with 128b/130b coding"
 _PCIE5 = "PCI Express 5.0, 16 lanes of 32 GT/s with 128b/130b coding"
 
 
-def _matmul(best: float, half: list[float]) -> list[dict[str, Any]]:
-    return [{"best": best, "half": half}]
-
-
-def _attention(forward: float, backward: float) -> list[dict[str, Any]]:
-    """Efficiencies for causal attention: kernels that skip masked scores reach the same share as unmasked ones."""
-    return [
-        {"layout": f"{direction}{causal}", "best": best}
-        for direction, best in (("forward", forward), ("backward", backward))
-        for causal in ("", " causal")
-    ]
-
-
 _MATMUL_A100 = known(
-    _matmul(0.847, [121.0, 192.0, 144.0]),
+    matmul_curve(0.847),
     f"{_SIMUMAX}: fitted to the measured shares of 183 products in bfloat16 on the A100 PCIe, 0.79 with a mean error "
     "of 4.8%, times what the SXM reaches of the PCIe's best: 271.2 to 252.9 TFLOP/s "
     f"({_STAS_BEST})",
 )
 _ATTENTION_A100 = known(
-    _attention(0.50, 0.40),
+    attention_shares(0.50, 0.40),
     f"{_SIMUMAX}: median of 12 measured shapes each way on the A100 PCIe, halved since hidden scores are counted",
 )
 _ATTENTION_H100 = estimate(
-    _attention(0.35, 0.28),
+    attention_shares(0.35, 0.28),
     f"forward: FlashAttention-2 reaches 35% of an H100 ({_FLASH3}, abstract); backward in the A100's proportion",
 )
 
@@ -79,7 +74,7 @@ def _common(bandwidth: float, memory_source: str) -> Facts:
         "device.memory.read": known(bandwidth, memory_source),
         "device.launch": estimate(3e-6, "kernels that follow each other in a stream begin 2 to 4 µs apart"),
         "device.efficiency.memory": known(
-            [{"points": [[1e5, 0.3], [1e6, 0.6], [1e7, 0.75], [1e8, 0.9]]}],
+            MEMORY_CURVE,
             f"{_CALCULON}: 0.3, 0.6, 0.75 and 0.9 from 0, 1, 10 and 100 MB on; the first is set at 0.1 MB",
         ),
         "device.comm_share": estimate(
@@ -135,7 +130,7 @@ def _hopper(memory: float, bandwidth: float, source: str, nvlink: Fact | None = 
         "device.memory.bytes": known(memory, source),
         **_common(bandwidth, source),
         "device.efficiency.matmul": estimate(
-            _matmul(0.80, [121.0, 192.0, 144.0]),
+            matmul_curve(0.80),
             f"the best measured is 794.5 of 989 TFLOP/s ({_STAS}); half lengths as on the A100",
         ),
         "device.efficiency.attention": _ATTENTION_H100,
@@ -209,11 +204,9 @@ def v100() -> Cluster:
         "device.vector.float16": known(31.4e12, _V100),
         "device.memory.bytes": known(32e9, _V100),
         **_common(9.0e11, _V100),
-        "device.efficiency.matmul": estimate(
-            _matmul(0.75, [121.0, 192.0, 144.0]), "somewhat below the A100's"
-        ),
+        "device.efficiency.matmul": estimate(matmul_curve(0.75), "somewhat below the A100's"),
         "device.efficiency.attention": estimate(
-            _attention(0.35, 0.28), "a guess: no fused kernel for this device"
+            attention_shares(0.35, 0.28), "a guess: no fused kernel for this device"
         ),
         **_links(
             150e9,
@@ -256,7 +249,7 @@ def h20() -> Cluster:
         "device.vector.float32": known(44e12, _H20),
         "device.vector.bfloat16": estimate(88e12, "twice the float32 rate, as on the H100"),
         "device.efficiency.matmul": estimate(
-            _matmul(0.90, [121.0, 192.0, 144.0]),
+            matmul_curve(0.90),
             "few multiprocessors are kept busy more easily than an H100's",
         ),
     }
@@ -274,12 +267,12 @@ def _blackwell(source: str, half: float, single: float, memory: float, quarter: 
         "device.memory.bytes": known(memory, source),
         **_common(8e12, source),
         "device.efficiency.matmul": known(
-            _matmul(0.507, [59.0, 67.0, 173.0]),
+            matmul_curve(0.507, [59.0, 67.0, 173.0]),
             f"{_SIMUMAX}: fitted to the measured shares of 514 products in bfloat16 on the B200; mean error 10%. "
             f"{_STAS} reached 0.78 with the best shape",
         ),
         "device.efficiency.attention": known(
-            _attention(0.37, 0.35),
+            attention_shares(0.37, 0.35),
             f"{_SIMUMAX}: median of 32 measured shapes each way on the B200, halved since hidden scores are counted",
         ),
     }

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import multiprocessing as mp
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +21,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.planner import format
-from hyper_parallel.planner.auto.machine import is_measured
+from hyper_parallel.planner.auto.machine import cores, is_measured
 from hyper_parallel.planner.auto.resolved import (
     Overrides,
     overrides_of,
@@ -36,11 +35,11 @@ from hyper_parallel.planner.cost_model.memory import HOST_PART
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.format import ON_HOST, joined
 from hyper_parallel.planner.memory_choices import MemoryChoice
-from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.metrics import Figures, Simulated, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import memory_budget
-from hyper_parallel.planner.search import answer
-from hyper_parallel.planner.solve import NothingFitsError
+from hyper_parallel.planner.search import search
+from hyper_parallel.planner.solve import NothingFitsError, nothing_fits
 from hyper_parallel.planner.space import FULL, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
 from hyper_parallel.schedule import check_pipeline
@@ -230,18 +229,16 @@ def _ranked(config: RunConfig, question: Question, constants: Constants) -> Iter
     if config.strategy.memory.device is not None:
         # What does not fit within the budget is moved, as little as there is of it.
         here = replace(question, top=1, fix={**question.fix, **dict.fromkeys(ON_HOST, 0.0)})
-        smallest = answer(here, constants).smallest
+        smallest = search(here, constants).smallest
         assert smallest is not None
-        return figures(smallest.table, smallest.estimate)
-    raise NothingFitsError(_floor(question, constants))
+        return [smallest]
+    raise _nothing_fits(question, constants)
 
 
-def _floor(question: Question, constants: Constants) -> str:
-    """Why nothing fits, and what would."""
-    found = answer(question, constants)
-    assert found.smallest is not None
-    least = figures(found.smallest.table, found.smallest.estimate)[0]
-    spread = f"{format.axes(least.strategy)}, {format.settings(least.strategy)}"
+def _nothing_fits(question: Question, constants: Constants) -> NothingFitsError:
+    found = search(question, constants)
+    least = found.smallest
+    assert least is not None
     has = memory_budget(question.cluster, constants)
     missing, needs = [], f"{format_bytes(least.peak)} on a device that has {format_bytes(least.capacity)}"
     helps = ["more workers", "a shorter data.sequence"]
@@ -249,7 +246,7 @@ def _floor(question: Question, constants: Constants) -> str:
         missing.append(f"{format_bytes(least.peak - has.device)} of device memory")
     if least.on_host:
         # The estimate of the host's bytes is of the rank with most of them.
-        may = HOST_PART * float(found.smallest.table.host_bytes.max())
+        may = HOST_PART * float(least.row.host_bytes.max())
         needs += (
             f" and {format_bytes(least.on_host)} on the host, of which a worker may use {format_bytes(may)}"
         )
@@ -259,11 +256,8 @@ def _floor(question: Question, constants: Constants) -> str:
     elif question.allowed("state_on_host") == (0.0,):
         helps.append("a budget (strategy.memory.device with host), with which what does not fit is moved")
     short = f", {joined(missing)} too little" if missing else ""
-    return (
-        f"strategy: auto: the model fits no strategy of {question.devices} workers: the smallest of {found.counted:,} "
-        f"needs {needs}{short} (estimated; {spread}); what would make it fit: "
-        f"{', '.join(helps[:-1])}, or {helps[-1]}"
-    )
+    subject = f"strategy: auto: the model fits no strategy of {question.devices} workers"
+    return nothing_fits(subject, found, needs + short, helps)
 
 
 # Exhaustive enumeration of small strategy spaces: the oracle of the search.
@@ -288,8 +282,7 @@ def ranked(question: Question, constants: Constants) -> Iterator[Figures]:
     for level in (space.micro, space.dual):
         rows, _ = level.expand(rows)
     if not rows["micro"].size or int(few.counts(rows).sum()) > MOST:
-        for choice in answer(question, constants).best:
-            yield figures(choice.table, choice.estimate)[0]
+        yield from search(question, constants).best
         return
     for level in (space.splits, space.orders, space.schedules):
         rows, _ = level.expand(rows)
@@ -327,29 +320,14 @@ def _fewest_layers(space: StrategySpace, rows: Columns, base: Table, constants: 
 # once as it has cores, and this one only waits.
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """What the simulator says of a strategy's step."""
-
-    seconds: float | None
-    """None where the step cannot be captured."""
-    fits: bool | None = None
-    """None where the device's memory is not known."""
-    peak: float = 0.0
-    """Bytes that a rank holds at most."""
-    reason: str = ""
-    """Why there is no prediction."""
-
-
 def simulated(runs: Sequence[RunConfig], cluster: Cluster) -> list[Simulated]:
     """What the simulator says of each run on a cluster, in order."""
     # A cluster that was measured goes along as it is; plain data all the way down.
     tasks = [(run.model_dump_json(), cluster) for run in runs]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["hyper_parallel.estimate"])
     try:
-        with ProcessPoolExecutor(max(1, min(cores, len(tasks))), mp_context=context) as pool:
+        with ProcessPoolExecutor(max(1, min(cores(), len(tasks))), mp_context=context) as pool:
             return list(pool.map(_simulated, tasks))
     except BrokenProcessPool:
         return [Simulated(None, reason="the process that simulated it was ended")] * len(tasks)
@@ -361,7 +339,6 @@ def _simulated(task: tuple[str, Cluster]) -> Simulated:
     text, cluster = task
     run = files.RunConfig.model_validate_json(text)
     try:
-        found = predict_run(run, cluster)
+        return Simulated.of(predict_run(run, cluster))
     except HyperParallelError as error:
         return Simulated(None, reason=str(error))
-    return Simulated(found.timeline.step, found.fits, found.timeline.peak.bytes)

@@ -25,7 +25,6 @@ from hyper_parallel.planner.auto.candidates import (
     CLOSE,
     Candidate,
     Shortlist,
-    Simulated,
     degrees,
     has_pipeline,
     shortlist,
@@ -35,6 +34,7 @@ from hyper_parallel.planner.auto.machine import is_measured, read_off
 from hyper_parallel.planner.auto.resolved import Overrides, precision_of
 from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
+from hyper_parallel.planner.metrics import Simulated
 from hyper_parallel.planner.solve import TIE
 from hyper_parallel.units import format_bytes, format_duration
 
@@ -109,7 +109,7 @@ def choose(
     made = [
         replace(
             _beside_other_kind(_choice(few[place], one.seconds, cluster, world), place, listed, predictions),
-            peak=one.peak,
+            peak=one.peak or 0.0,
         )
         for seconds, place, one in timed
         if seconds <= near
@@ -172,7 +172,7 @@ def _figure(one: Candidate, prediction: Simulated | None) -> tuple[float, str]:
     if prediction.seconds is None:
         return math.inf, f"{one.name}, cannot be simulated: {prediction.reason}"
     if prediction.fits is False:
-        return math.inf, f"{one.name}, does not fit: its peak is {format_bytes(prediction.peak)}"
+        return math.inf, f"{one.name}, does not fit: its peak is {format_bytes(prediction.peak or 0.0)}"
     return (
         prediction.seconds,
         f"{one.name}, is predicted to take {format_duration(prediction.seconds)} a step",
@@ -180,7 +180,6 @@ def _figure(one: Candidate, prediction: Simulated | None) -> tuple[float, str]:
 
 
 def _choice(one: Candidate, predicted: float | None, cluster: Cluster, world: int) -> Choice:
-    where = cluster.name or cluster.source
     figure = format_duration(one.found.seconds)
     if not is_measured(cluster):
         low, high = one.found.between
@@ -188,4 +187,4 @@ def _choice(one: Candidate, predicted: float | None, cluster: Cluster, world: in
     step = f"a step is estimated to take {figure}"
     if predicted is not None:
         step += f", and {format_duration(predicted)} in the simulator's prediction"
-    return Choice(one.laid, one.name, (f"chosen for {world} workers on {where}: {one.name}", step))
+    return Choice(one.laid, one.name, (f"chosen for {world} workers on {cluster.title}: {one.name}", step))

@@ -153,7 +153,9 @@ def saved_choice(config: RunConfig, world: int) -> tuple[Overrides | None, str]:
     of it."""
     out = Path(config.out)
     file = out / STRATEGY_FILE
-    if not config.checkpoint.resume or not file.is_file() or not _resumes(out):
+    checkpoints = out / _CHECKPOINTS
+    resumes = config.checkpoint.resume and checkpoints.is_dir() and any(checkpoints.iterdir())
+    if not resumes or not file.is_file():
         return None, ""
     try:
         laid = read_choice(file)
@@ -173,11 +175,6 @@ def read_choice(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not {"train", "strategy"} <= data.keys():
         raise ConfigError("it has no sections train and strategy")
     return {"train": data["train"], "strategy": data["strategy"]}
-
-
-def _resumes(out: Path) -> bool:
-    folder = out / _CHECKPOINTS
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def _agree(config: RunConfig, laid: Overrides) -> bool:

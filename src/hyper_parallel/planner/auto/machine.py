@@ -106,11 +106,15 @@ def measured(world: int, say: Say, measure: Callable[[Settings, Say], Cluster] =
     return replace(found.for_workers(world), ranks=world)
 
 
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _file(world: int) -> Path:
     """Where the measurement for so many workers is kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    key = f"{platform.node()}-{cores}-cores-torch-{torch.__version__}-{world}-workers-{FORM}"
+    key = f"{platform.node()}-{cores()}-cores-torch-{torch.__version__}-{world}-workers-{FORM}"
     return cache / "hyper-parallel" / "clusters" / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', key)}.yaml"
 
 
@@ -165,10 +169,12 @@ def read_off(cluster: Cluster, precision: Precision) -> tuple[Cluster, Constants
     # `cost_model.kernels` scales the sizes with the rate; these are as measured.
     rows, columns, depth = (max(size / math.sqrt(peak * share / 250e12), _NOTHING) for size in half)
     rate, hop = _link(cluster)
+    each = SETTLED / 3
+    sum_of_two = Work("elementwise", read=2 * each, written=each, dtype=dtype, op="aten.add.Tensor")
     memory = replace(
         device.memory,
         bytes=device.memory.bytes / device.memory.ranks,
-        read=_bandwidth(device, dtype),
+        read=SETTLED / device.memory_seconds(sum_of_two),
         ranks=1,
     )
     seen = replace(
@@ -203,13 +209,6 @@ def read_off(cluster: Cluster, precision: Precision) -> tuple[Cluster, Constants
         fixed=_NOTHING,
         outside=PROCESS,
     )
-
-
-def _bandwidth(device: Device, dtype: str) -> float:
-    """B/s of an operator that only moves bytes."""
-    each = SETTLED / 3
-    work = Work("elementwise", read=2 * each, written=each, dtype=dtype, op="aten.add.Tensor")
-    return SETTLED / device.memory_seconds(work)
 
 
 def _attention(device: Device, dtype: str) -> float:

@@ -18,6 +18,7 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import (
     PIPELINES,
     RECOMPUTES,
+    ZERO,
     memory_budget,
     recompute_columns,
     strategy_of,
@@ -80,7 +81,6 @@ def resolved(config: RunConfig, laid: Overrides, source: str = "the planned stra
 
 
 _PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
-_LEVELS = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 def question_of(
@@ -182,7 +182,7 @@ def _fixed(config: RunConfig, layers: int, pipelines: range) -> dict[str, Any]:
     if config.train.micro_batch is not None:
         fixed["micro"] = config.train.micro_batch
     if "memory.shard" not in chosen:
-        fixed["zero"] = (0, _LEVELS[strategy.memory.shard])
+        fixed["zero"] = (0, ZERO[strategy.memory.shard])
     if "memory.recompute" not in chosen:
         fixed |= recompute_columns(strategy, layers)
     if "context.method" not in chosen and strategy.context.method != "auto":

@@ -118,7 +118,6 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     multiply = Products(t, k)
     products = attending(t) * _projections(t, ranks, multiply, tokens)
     products = products + dense_share(t) * _mlp(t.ffn, t, ranks, multiply, tokens)
-    shared: Array = np.zeros(1)
     if np.any(t.experts > 0):
         shared = _mlp(t.shared_ffn, t, ranks, multiply, tokens)
         products = products + with_experts * (_routed(t, k, ranks, multiply, tokens) + shared)
@@ -138,7 +137,7 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
         elementwise = elementwise + moved(t, k, 6 * tokens * t.adapter_outputs / ranks.tensor)
     scaled = moved(t, k, _scaled(t, ranks, tokens, with_experts))
     busy = products + own + attention + elementwise + scaled
-    apart = exchanged(t, k, ranks, tokens, with_experts, attention, busy, shared)
+    apart = exchanged(t, k, ranks, tokens, with_experts, attention, busy)
     launches = _kernels(t, k, ranks, with_experts) * k.launch
     products_backward = (2 - t.frozen) * products + 2 * own
     back = products_backward + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
@@ -228,20 +227,16 @@ def _routed(t: Table, k: Constants, ranks: Ranks, multiply: Products, tokens: Ar
 
 def _fused_rate(t: Table, k: Constants) -> Array:
     """FLOP/s of fused attention by the best kernels."""
-    rate: Array = t.peak16 * _best_share(t) * k.attention
+    rate: Array = t.peak16 * best_attention_share(t) * k.attention
     return rate
 
 
-def _best_share(t: Table) -> Array:
+def best_attention_share(t: Table) -> Array:
+    """The share of the 16-bit peak that the best kernels of fused attention reach, by their makers' figures."""
     return np.array([FUSED.get(name, 0.5) for name in ARCHITECTURES])[t.architecture.astype(np.intp)]
 
 
-def fused_share(t: Table) -> Array:
-    """The share of the 16-bit peak that the framework's fused attention reaches, by its maker's figures."""
-    return _best_share(t) * _quality(t)
-
-
-def _quality(t: Table) -> Array:
+def attention_quality(t: Table) -> Array:
     """The rate of the framework's fused attention beside that of the best kernels."""
     quality = np.where((t.flash > 0) & (t.flash < 1), t.flash, 1.0)
     since = np.isin(t.architecture, [ARCHITECTURES.index(name) for name in SINCE_HOPPER])
@@ -253,7 +248,7 @@ def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Arr
     heads = t.heads / ranks.tensor
     width = np.where(t.key_rank > 0, t.plain + t.rotary + t.value, 2 * t.head_dim)
     flops = 2 * tokens * heads * width * keys_seen(t)
-    seconds = flops / (_fused_rate(t, k) * _quality(t))
+    seconds = flops / (_fused_rate(t, k) * attention_quality(t))
     scores = t.micro * heads * t.sequence**2 / t.context
     return seconds, np.where(t.flash > 0, 0.0, moved(t, k, 2 * 7 * scores))
 

@@ -64,14 +64,13 @@ def exchanged(
     with_experts: Array,
     attention: Array,
     compute: Array,
-    shared: Array,
 ) -> Exchanged:
-    """What the collectives of a layer add, beside `attention` seconds of attention, `compute` of all arithmetic and
-    `shared` of shared experts, forward."""
+    """What the collectives of a layer add, beside `attention` seconds of attention and `compute` of all arithmetic,
+    forward."""
     tensor = _tensor(t, ranks, tokens, with_experts) * (1 - k.hidden_tensor * t.overlap_tensor)
     expert: Array = np.zeros(1)
     if np.any(t.expert * t.expert_tensor > 1):
-        expert = exchanged_experts(t, k, ranks, tokens, compute, shared) * with_experts
+        expert = exchanged_experts(t, k, ranks, tokens, compute) * with_experts
     forward: Array = np.zeros(1)
     backward = forward
     if np.any(t.context > 1):
@@ -143,12 +142,9 @@ def _context(t: Table, ranks: Ranks, tokens: Array, attention: Array) -> tuple[A
 # 43 to 45 GB/s of 50), all-to-alls `across`. Where ranks of `expert_tensor` split an expert's features, rows are
 # gathered over them before it and reduce-scattered behind it.
 #
-# **Overlap.** What is exposed of a layer's exchanges, both passes together, is what neither of these hides:
-#
-#     behind another micro-batch     `hidden_expert` where a framework does so (Megatron's combined 1F1B), everything in
-#                                    DualPipe (2412.19437, section 3.2.1) and where micro-batches run in pairs
-#                                    (`paired`), and never more than there is to compute
-#     behind shared experts          as long as these take (Megatron's --moe-shared-expert-overlap)
+# **Overlap.** Of a layer's exchanges, both passes together, another micro-batch hides `hidden_expert` where a framework
+# does so (Megatron's combined 1F1B), everything in DualPipe (2412.19437, section 3.2.1) and where micro-batches run in
+# pairs (`paired`), and never more than there is to compute. The rest is exposed.
 
 DUALPIPE = SCHEDULES.index("dualpipe")
 
@@ -176,13 +172,10 @@ def paired(t: Table, k: Constants) -> Array:
     return np.where(pairs, t.ordered * float(k.beside < 1.0), 0.0)
 
 
-def exchanged_experts(
-    t: Table, k: Constants, ranks: Ranks, tokens: Array, compute: Array, shared: Array
-) -> Array:
+def exchanged_experts(t: Table, k: Constants, ranks: Ranks, tokens: Array, compute: Array) -> Array:
     """Seconds of a routed layer's exchanges in each pass that nothing hides; mean of both passes.
 
-    `compute`: seconds of a routed layer's arithmetic forward; `shared`: of its shared experts alone. The backward pass
-    takes twice as long.
+    `compute`: seconds of a routed layer's arithmetic forward. The backward pass takes twice as long.
     """
     seconds = experts_sent(t, k, ranks, tokens)
     share = np.where(t.schedule == DUALPIPE, 1.0, k.hidden_expert * t.overlap_expert)
@@ -190,8 +183,7 @@ def exchanged_experts(
         share = np.maximum(share, paired(t, k))
     # Both passes have three times the forward pass' arithmetic between them, half of it for each exchange's mean.
     behind = np.minimum(share * seconds, 1.5 * compute)
-    beside = np.minimum(np.maximum(seconds - behind, 0.0), 1.5 * shared * t.overlap_shared)
-    return np.where(t.expert * t.expert_tensor > 1, seconds - behind - beside, 0.0)
+    return np.where(t.expert * t.expert_tensor > 1, seconds - behind, 0.0)
 
 
 def experts_sent(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> Array:

@@ -30,7 +30,7 @@ larger of both counts.                                                          
 buffers that its copies pass through are not counted.
 
 **Fits.** An allocator reserves more than it has given out, and the driver's and the collectives' own buffers lie
-outside of it: peak · slack + outside ≤ capacity, and each stage has work (`fits`).
+outside of it: peak ≤ (capacity − outside) / slack (`Constants.usable`), and each stage has work (`fits`).
 """
 
 from __future__ import annotations
@@ -84,12 +84,8 @@ def by_stage(t: Table) -> list[dict[str, Array]]:
 
 def fits(t: Table, peak: Array, k: Constants) -> npt.NDArray[np.bool_]:
     """Whether a peak of allocated bytes fits the device, what is moved fits the host, and every stage has work."""
-    return np.asarray(within(t, peak, k) & (on_host(t) <= t.host_bytes * HOST_PART), dtype=np.bool_)
-
-
-def within(t: Table, peak: Array, k: Constants) -> npt.NDArray[np.bool_]:
-    """Whether a peak fits the device, whatever the host holds, and every stage has work."""
-    return np.asarray((peak * k.slack + k.outside <= t.capacity) & placed(t), dtype=np.bool_)
+    on_device = (peak <= k.usable(t.capacity)) & placed(t)
+    return np.asarray(on_device & (on_host(t) <= t.host_bytes * HOST_PART), dtype=np.bool_)
 
 
 def on_host(t: Table) -> Array:

@@ -32,7 +32,6 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from numpy.typing import NDArray
 
 from hyper_parallel.cluster.collective_cost import direct_shares, legs, reduce_scatter, send
 from hyper_parallel.planner.columns import ARCHITECTURES, ORDERS
@@ -52,10 +51,8 @@ from hyper_parallel.planner.table import Array, Table
 # is the roofline's memory side (Williams, Waterman and Patterson, CACM 52(4), 2009), with w bytes an operand's element,
 # scales included, and results in 16 bits. e is the constant `memory`.
 
-Floats = NDArray[np.float64]
 
-
-def large(t: Table, k: Constants) -> Floats:
+def large(t: Table, k: Constants) -> Array:
     """The share of the peak that large products reach, by architecture."""
     shares = {
         "volta": k.volta,
@@ -69,11 +66,11 @@ def large(t: Table, k: Constants) -> Floats:
     return of_code[t.architecture.astype(np.intp)] * np.where(_is_hopper(t), k.first ** (1 - t.tuned), 1.0)
 
 
-def _is_hopper(t: Table) -> NDArray[np.bool_]:
+def _is_hopper(t: Table) -> npt.NDArray[np.bool_]:
     return np.asarray(t.architecture == ARCHITECTURES.index("hopper"))
 
 
-def rate(t: Table, k: Constants, *, linear: bool = True) -> Floats:
+def rate(t: Table, k: Constants, *, linear: bool = True) -> Array:
     """FLOP/s of large products; `linear`: in the precision of the linear layers, else in 16 bits."""
     share = large(t, k)
     sixteen = t.peak16 * share
@@ -97,7 +94,7 @@ class Products:
         few = linear and bool(in_eight_bits(t).any() or in_four_bits(t).any())
         self.operand = np.minimum(product_bytes(t), 2.0) if few else np.full(1, 2.0)
 
-    def __call__(self, m: Floats, n: Floats, depth: Floats) -> Floats:
+    def __call__(self, m: Array, n: Array, depth: Array) -> Array:
         """Seconds of [m, depth] · [depth, n]; 0 where a size is 0."""
         rows, columns, inner = self.half
         # m n k / share = (m + h_m) (n + h_n) (k + h_k): no division by a size that may be 0.
@@ -106,7 +103,7 @@ class Products:
         return np.where(m * n * depth > 0, np.maximum(flops / self.rate, bytes / self.bandwidth), 0.0)
 
 
-def moved(t: Table, k: Constants, bytes: Floats) -> Floats:
+def moved(t: Table, k: Constants, bytes: Array) -> Array:
     """Seconds to read and write `bytes` in total, at the device's memory bandwidth."""
     return bytes / (t.hbm * k.memory)
 
@@ -115,17 +112,17 @@ def moved(t: Table, k: Constants, bytes: Floats) -> Floats:
 class RankGroup:
     """Ranks that run a collective together, as a product of levels."""
 
-    node: Floats
-    supernode: Floats
-    network: Floats
-    node_rate: Floats
-    supernode_rate: Floats
-    network_rate: Floats
+    node: Array
+    supernode: Array
+    network: Array
+    node_rate: Array
+    supernode_rate: Array
+    network_rate: Array
     hop: float
     net_hop: float
 
     @classmethod
-    def of(cls, t: Table, k: Constants, ranks: Floats, inside: Floats) -> RankGroup:
+    def of(cls, t: Table, k: Constants, ranks: Array, inside: Array) -> RankGroup:
         """`ranks` ranks, `inside` ranks from one to the next."""
         node = np.clip(t.node / inside, 1, ranks)
         supernode = np.clip(t.supernode / (inside * node), 1, ranks / node)
@@ -142,37 +139,37 @@ class RankGroup:
         )
 
     @property
-    def ranks(self) -> Floats:
+    def ranks(self) -> Array:
         """Its size."""
         return self.node * self.supernode * self.network
 
     @cached_property
-    def _radices(self) -> tuple[tuple[str, Floats], ...]:
+    def _radices(self) -> tuple[tuple[str, Array], ...]:
         """As of `Cluster.radices`, levels with one rank included."""
         return (("network", self.network), ("supernode", self.supernode), ("node", self.node))
 
     @cached_property
-    def _rates(self) -> dict[str, Floats]:
+    def _rates(self) -> dict[str, Array]:
         return {"node": self.node_rate, "supernode": self.supernode_rate, "network": self.network_rate}
 
-    def gather(self, bytes: Floats) -> Floats:
+    def gather(self, bytes: Array) -> Array:
         """Seconds of an all-gather whose result has `bytes`, and of a reduce-scatter of `bytes`."""
         seconds = self.latency
         for leg in legs("reduce_scatter", bytes, self._radices):
             seconds = seconds + reduce_scatter(leg.ranks, leg.bytes, 0.0, self._rates[leg.level])
         return seconds
 
-    def reduce(self, bytes: Floats) -> Floats:
+    def reduce(self, bytes: Array) -> Array:
         """Seconds of an all-reduce of `bytes` on each rank."""
         return 2 * self.gather(bytes)
 
-    def exchange(self, bytes: Floats) -> Floats:
+    def exchange(self, bytes: Array) -> Array:
         """Seconds of an all-to-all in which each rank gives `bytes`."""
         each = {level: share / self._rates[level] for level, share in direct_shares(self._radices).items()}
-        seconds: Floats = each["node"] + each["supernode"] + each["network"]
+        seconds: Array = each["node"] + each["supernode"] + each["network"]
         return bytes * seconds + self.latency
 
-    def send(self, bytes: Floats) -> Floats:
+    def send(self, bytes: Array) -> Array:
         """Seconds of sending `bytes` to the next rank of the group, over the slowest level that it spans."""
         rate = np.where(
             self.network > 1,
@@ -180,11 +177,11 @@ class RankGroup:
             np.where(self.supernode > 1, self.supernode_rate, self.node_rate),
         )
         wait = np.where(self.network > 1, self.net_hop, self.hop)
-        seconds: Floats = send(self.ranks, bytes, wait, rate)
+        seconds: Array = send(self.ranks, bytes, wait, rate)
         return np.where(self.ranks > 1, seconds, 0.0)
 
     @cached_property
-    def latency(self) -> Floats:
+    def latency(self) -> Array:
         """Seconds of a collective of nothing."""
         return self.hop * np.log2(self.node * self.supernode) + self.net_hop * np.log2(self.network)
 

@@ -1,130 +1,113 @@
-"""Answer of a plan of generation: a table, sentences, JSON, and the file that simulate --generate reads."""
+"""Answer of a plan of generation, and the file that simulate --generate reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hyper_parallel.config import yaml12
-from hyper_parallel.planner.generate.search import GenerationAnswer, GenerationPlan
+from hyper_parallel.planner.answer import Answer, OutputFile
+from hyper_parallel.planner.generate.search import GenerationPlan, GenerationPlans
 from hyper_parallel.report.sheets import NONE, Sheet
-from hyper_parallel.report.table import answer as report
-from hyper_parallel.report.table import render, wrapped
 from hyper_parallel.simulator.generation.tier_split import TierSplit
 from hyper_parallel.simulator.simulate import source_of
 from hyper_parallel.units import format_bytes, format_duration
 
+WORD = "estimated"
 _MIB = 1 << 20
 
 
-def short(answer: GenerationAnswer, width: int = 80) -> str:
-    """The verdict and its figures. The first word is `estimated`."""
-    question, best = answer.question, answer.best
-    where = question.cluster.name or question.cluster.source
+def answer_of(
+    found: GenerationPlans, model: Mapping[str, Any] | str = "", cluster: str = "", top: int = 10
+) -> Answer:
+    """The answer with the best `top` plans. Of the plan's file: `model`, its section or a published name, and
+    `cluster`, as a command names it."""
+    question, best = found.question, found.best
     choice, run = best.choice, best.choice.run
-    verdict = (
-        f"estimated: {question.shape.name} on {question.devices} × {where} generates "
-        f"{best.tokens_per_second:,.0f} tokens/s with {axes(best)}; it fits."
+    answers = best.work.answer_tokens > 1
+    machine = f"{question.devices} × {question.cluster.title}"
+    latency = f"first token {format_duration(run.first_token)}"
+    latency += f", a pass of prompts {format_duration(run.prompt_pass.seconds)}"
+    limit = f"a pass of prompts by {run.prompt_pass.limit}"
+    if answers:
+        latency += f", a pass of answers {format_duration(run.answer_pass.seconds)}"
+        limit += f"; of answers by {run.answer_pass.limit}"
+    where = "all on the device" if choice.split == TierSplit() else f"away from it, {away(choice.split)}"
+    sentences = list(_sentences(best))
+    return Answer(
+        word=WORD,
+        verdict=f"{WORD}: {question.shape.name} on {machine} generates {best.tokens_per_second:,.0f} tokens/s with "
+        f"{axes(best)}; it fits.",
+        lines=[
+            (
+                "requests",
+                f"{best.settings.batch:,} at once, contexts of up to {best.work.context:,} tokens",
+            ),
+            ("latency", latency),
+            ("limit", limit),
+            ("memory", f"{format_bytes(choice.footprint.device)} a device; {where}"),
+            *([("slow", choice.reason)] if choice.reason else []),
+            ("next", "--out plan.yaml (for simulate --generate), --details (other plans)"),
+        ],
+        heading=f"{WORD} generation with {question.shape.name} on {machine}; constants: "
+        f"{source_of(question.cluster)}",
+        sheets=[_sheet(found, top)],
+        sentences=sentences,
+        data={
+            "estimated": True,
+            "cluster": question.cluster.name,
+            "source": source_of(question.cluster),
+            "devices": question.devices,
+            "workload": question.work.model_dump(),
+            "tried": found.tried,
+            "says": sentences,
+            "plans": [_data(plan) for plan in found.plans[:top]],
+        },
+        file=lambda: OutputFile(file_text(best, model), (), "simulate", f" --generate --cluster {cluster}"),
     )
-    answers = (
-        f", a pass of answers {format_duration(run.answer_pass.seconds)}"
-        if best.work.answer_tokens > 1
-        else ""
-    )
-    lines = [
-        (
-            "requests",
-            f"{best.settings.batch:,} at once, contexts of up to {best.work.context:,} tokens",
-        ),
-        (
-            "latency",
-            f"first token {format_duration(run.first_token)}, a pass of prompts "
-            f"{format_duration(run.prompt_pass.seconds)}{answers}",
-        ),
-        ("limit", _limits(best)),
-        ("memory", f"{format_bytes(choice.footprint.device)} a device; {_where(choice.split)}"),
-        *([("slow", choice.reason)] if choice.reason else []),
-        ("next", "--out plan.yaml (for simulate --generate), --details (other plans)"),
-    ]
-    return report(verdict, lines, width)
 
 
-def _where(split: TierSplit) -> str:
-    return f"away from it, {away(split)}" if split != TierSplit() else "all on the device"
-
-
-def _limits(best: GenerationPlan) -> str:
-    run = best.choice.run
-    answers = f"; of answers by {run.answer_pass.limit}" if best.work.answer_tokens > 1 else ""
-    return f"a pass of prompts by {run.prompt_pass.limit}{answers}"
-
-
-def text(answer: GenerationAnswer, top: int = 10, width: int = 140) -> str:
-    """For the terminal. The first word is `estimated`."""
-    question = answer.question
-    where = question.cluster.name or question.cluster.source
-    head = (
-        f"estimated generation with {question.shape.name} on {question.devices} × {where}; constants: "
-        f"{source_of(question.cluster)}"
-    )
-    rows = [_row(plan) for plan in answer.plans[:top]]
-    sheet = Sheet(
-        f"the best of {answer.tried} plans",
-        (
-            "axes",
-            "passes",
-            "away",
-            "tokens/s",
-            "prompt pass",
-            "bound",
-            "answer pass",
-            "bound",
-            "device",
-            "slower",
-        ),
-        tuple(rows),
+def _sheet(found: GenerationPlans, top: int) -> Sheet:
+    """The best plans, a row each."""
+    columns = ("axes", "passes", "away", "tokens/s", "prompt pass", "bound", "answer pass", "bound", "device")
+    return Sheet(
+        f"the best of {found.tried} plans",
+        (*columns, "slower"),
+        tuple(_row(plan) for plan in found.plans[:top]),
         left=3,
         drop=("bound", "bound", "slower", "passes", "prompt pass", "answer pass"),
         note="bound: what no implementation beats, for the bytes that must be read, FLOPs, the link and collectives; "
         "slower: than with everything on the device, if it held that",
     )
-    lines = [render(head, [], [sheet], "estimated", width).rstrip(), ""]
-    lines += [wrapped(sentence, width) for sentence in sentences(answer)]
-    return "\n".join(lines)
 
 
-def sentences(answer: GenerationAnswer) -> list[str]:
+def _sentences(best: GenerationPlan) -> Iterator[str]:
     """What the best plan rests on."""
-    best = answer.best
-    choice, run = best.choice, best.choice.run
-    found = [
-        f"{best.settings.batch:,} requests at once on each of {best.model.split} "
-        f"group{'s' * (best.model.split > 1)} of ranks, "
+    choice, run, split = best.choice, best.choice.run, best.model.split
+    yield (
+        f"{best.settings.batch:,} requests at once on each of {split} group{'s' * (split > 1)} of ranks, "
         f"contexts of up to {best.work.context:,} tokens; first token of a prompt alone "
-        f"{format_duration(run.first_token)}",
-        f"a pass of prompts is limited by {run.prompt_pass.limit}"
-        + (f", one of answers by {run.answer_pass.limit}" if best.work.answer_tokens > 1 else ""),
-    ]
+        f"{format_duration(run.first_token)}"
+    )
+    answers = f", one of answers by {run.answer_pass.limit}" if best.work.answer_tokens > 1 else ""
+    yield f"a pass of prompts is limited by {run.prompt_pass.limit}{answers}"
     if best.hidden and best.work.answer_tokens > 1:
-        found.append(
+        yield (
             f"of the bytes that a dense decode reads, at most {best.hidden:.1%} hide behind memory reads on the "
-            "link to "
-            f"{next(iter(best.question.tiers))}"
+            f"link to {next(iter(best.question.tiers))}"
         )
     whole, held = choice.whole_footprint.device, choice.footprint.device
     if choice.split != TierSplit():
-        found.append(
+        yield (
             f"the device holds {format_bytes(held)} in place of {format_bytes(whole)}, {1 - held / whole:.0%} less, in "
             f"{choice.slower:+.1%} of the time"
         )
     for tier, parts in choice.footprint.by_tier.items():
-        told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-        found.append(f"{tier}: {told}")
+        yield f"{tier}: {', '.join(f'{name} {format_bytes(size)}' for name, size in parts.items())}"
     if choice.reason:
-        found.append(f"SLOW: {choice.reason}")
+        yield f"SLOW: {choice.reason}"
     if any(layer.attention and layer.attention.latent for layer in best.model.kinds):
-        found.append("latents are attended to as they are cached (absorbed weights)")
-    return found
+        yield "latents are attended to as they are cached (absorbed weights)"
 
 
 def away(split: TierSplit) -> str:
@@ -168,49 +151,19 @@ def _row(plan: GenerationPlan) -> tuple[str, ...]:
     )
 
 
-def to_json(answer: GenerationAnswer, top: int = 10) -> dict[str, Any]:
-    """Plain data. Times are seconds, memory is bytes; all are estimated."""
-    return {
-        "estimated": True,
-        "cluster": answer.question.cluster.name,
-        "source": source_of(answer.question.cluster),
-        "devices": answer.question.devices,
-        "workload": answer.question.work.model_dump(),
-        "tried": answer.tried,
-        "says": sentences(answer),
-        "plans": [plan_json(plan) for plan in answer.plans[:top]],
-    }
-
-
-def plan_json(plan: GenerationPlan) -> dict[str, Any]:
-    """One plan."""
-    choice, run, split = plan.choice, plan.choice.run, plan.choice.split
+def _data(plan: GenerationPlan) -> dict[str, Any]:
+    """One plan as plain data. Times are seconds, memory is bytes; all are estimated."""
+    choice, run = plan.choice, plan.choice.run
     return {
         "axes": {"replicate": plan.replicate, "tensor": plan.tensor, "expert": plan.expert},
-        "inference": {"batch": plan.settings.batch, "page": plan.settings.page, "rows": plan.settings.rows},
-        "split": {
-            "tier": split.tier,
-            "layers": split.layers,
-            "experts": split.experts,
-            "experts_computed": split.experts_computed,
-            "contexts": split.contexts,
-            "idle": split.idle,
-            "windows": split.windows,
-        },
+        "inference": _inference(plan),
+        "split": {name: getattr(choice.split, name) for name in _SPLIT},
         "tokens_per_second": plan.tokens_per_second,
         "first_token": run.first_token,
         "seconds": run.seconds,
         "bound": run.bound,
-        "prompt_pass": {
-            "seconds": run.prompt_pass.seconds,
-            "bound": run.prompt_pass.bound,
-            "limit": run.prompt_pass.limit,
-        },
-        "answer_pass": {
-            "seconds": run.answer_pass.seconds,
-            "bound": run.answer_pass.bound,
-            "limit": run.answer_pass.limit,
-        },
+        "prompt_pass": {name: getattr(run.prompt_pass, name) for name in _PASS},
+        "answer_pass": {name: getattr(run.answer_pass, name) for name in _PASS},
         "memory": {tier: dict(parts) for tier, parts in choice.footprint.by_tier.items()},
         "device_bytes": choice.footprint.device,
         "device_bytes_without_tiers": choice.whole_footprint.device,
@@ -219,6 +172,14 @@ def plan_json(plan: GenerationPlan) -> dict[str, Any]:
         "fast": choice.fast,
         "reason": choice.reason,
     }
+
+
+_SPLIT = ("tier", "layers", "experts", "experts_computed", "contexts", "idle", "windows")
+_PASS = ("seconds", "bound", "limit")
+
+
+def _inference(plan: GenerationPlan) -> dict[str, int]:
+    return {"batch": plan.settings.batch, "page": plan.settings.page, "rows": plan.settings.rows}
 
 
 def file_text(plan: GenerationPlan, model: Mapping[str, Any] | str) -> str:
@@ -237,15 +198,13 @@ def file_text(plan: GenerationPlan, model: Mapping[str, Any] | str) -> str:
         "version": 1,
         "model": model,
         "strategy": strategy,
-        "inference": {"batch": plan.settings.batch, "page": plan.settings.page, "rows": plan.settings.rows},
+        "inference": _inference(plan),
         "workload": {
             name: value for name, value in plan.work.model_dump().items() if value != getattr(default, name)
         },
     }
-    choice = plan.choice
-    head = (
-        f"# estimated: {plan.tokens_per_second:,.0f} tokens/s, {format_bytes(choice.footprint.device)} on each "
-        "device; away: "
-        f"{away(choice.split)}\n"
+    device = format_bytes(plan.choice.footprint.device)
+    figures = (
+        f"{plan.tokens_per_second:,.0f} tokens/s, {device} on each device; away: {away(plan.choice.split)}"
     )
-    return head + yaml12.write(data)
+    return f"# {WORD}: {figures}\n{yaml12.write(data)}"

@@ -83,15 +83,13 @@ class GenerationPlan:
 
 
 @dataclass(frozen=True)
-class GenerationAnswer:
+class GenerationPlans:
     """The plans, the best first."""
 
     question: GenerationQuestion
     plans: tuple[GenerationPlan, ...]
     """Those that fit; the fast ones first."""
     tried: int
-    refused: tuple[GenerationPlan, ...]
-    """Those that fit nowhere."""
 
     @property
     def best(self) -> GenerationPlan:
@@ -99,7 +97,7 @@ class GenerationAnswer:
         return self.plans[0]
 
 
-def solve(question: GenerationQuestion, say: Callable[[str], None] = lambda _: None) -> GenerationAnswer:
+def solve(question: GenerationQuestion, say: Callable[[str], None] = lambda _: None) -> GenerationPlans:
     """The plans of a workload.
 
     Raises ConfigError where none fits, or none is fast and `slow` is not set, with the physics that forbid it.
@@ -113,9 +111,8 @@ def solve(question: GenerationQuestion, say: Callable[[str], None] = lambda _: N
             plan.choice.footprint.device,
         ),
     )
-    refused = tuple(plan for plan in found if not plan.choice.fits)
     if not fitting:
-        nearest = min(refused, key=lambda plan: plan.choice.footprint.device)
+        nearest = min(found, key=lambda plan: plan.choice.footprint.device)
         raise ConfigError(
             f"{question.shape.name} on {question.devices} × {question.cluster.name}: {nearest.choice.reason} (tensor "
             f"{nearest.tensor}); lower inference.batch or workload.prompt_tokens, give a larger tier, or take "
@@ -129,12 +126,12 @@ def solve(question: GenerationQuestion, say: Callable[[str], None] = lambda _: N
             f"plan it all the same with --slow-ok ({best.choice.slower:.0%} longer), raise the budget, or lower "
             "inference.batch"
         )
-    return GenerationAnswer(question, tuple(fitting), len(found), refused)
+    return GenerationPlans(question, tuple(fitting), len(found))
 
 
 def most_requests(
     question: GenerationQuestion, say: Callable[[str], None] = lambda _: None
-) -> GenerationAnswer:
+) -> GenerationPlans:
     """The answer for the most requests at once for which some plan is fast (with `slow`: fits). Errors as of
     `solve`."""
 
@@ -147,7 +144,7 @@ def most_requests(
             work=question.work.model_copy(update={"requests": count * question.devices * times}),
         )
 
-    def solved(count: int) -> GenerationAnswer | None:
+    def solved(count: int) -> GenerationPlans | None:
         try:
             return solve(at(count))
         except ConfigError:

@@ -1,29 +1,24 @@
-"""The answer as one self-contained HTML page: verdict, steps drawn by part and rank, bubbles by cause, memory."""
+"""Page of an answer with allocations: verdict, steps drawn by part and rank, bubbles by cause, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from hyper_parallel.planner.submodels.answer import WORD, Answer, allocation, memory_of_parts
-from hyper_parallel.planner.submodels.search import Found, MicroBatchTimes, Step
-from hyper_parallel.planner.submodels.sizes import Sizes, Task
+from hyper_parallel.planner.answer import Page
+from hyper_parallel.planner.submodels.search import Allocations, MicroBatchTimes, Step
+from hyper_parallel.planner.submodels.sizes import WORD, Sizes, Task, allocation, memory_of_parts
 from hyper_parallel.program import TaskKind
 from hyper_parallel.report.html import (
     CAUSES,
     WORK,
     Lane,
     Stretch,
-    asset,
-    badge,
-    card,
-    filled,
     part_chart,
     shares,
-    sheet_table,
 )
-from hyper_parallel.report.sheets import Sheet
+from hyper_parallel.report.sheets import Fact, Sheet
 from hyper_parallel.schedule import Action, MicroBatchKind, time_step
 from hyper_parallel.schedule.micro_batch_kinds import StepTables
 from hyper_parallel.schedule.timing import Timing
@@ -33,67 +28,49 @@ _SHOWN = 16
 """Rows of a chart."""
 
 
-def page(answer: Answer) -> str:
-    """The HTML text: the chosen allocation first, and the other one beside it."""
-    found = answer.found
-    both = [(name, one, _lanes(answer, one)) for name, one in answer.named() if one.sizes is not None]
-    both.sort(key=lambda one: one[1] is not found.chosen)
-    longest = max(one.steps[0].seconds for _, one, _ in both)
-    chosen = found.chosen.sizes
+def page_of(
+    found: Allocations, title: str, verdict: str, notes: Sequence[str], sheets: Sequence[Sheet]
+) -> Page:
+    """The page of an answer: the chosen allocation first, and the other one beside it."""
+    task, chosen = found.task, found.chosen.sizes
     assert chosen is not None, "an answer has an allocation that fits"
-    fullest = max(memory_of_parts(found.task, chosen).values())
-    figures = (
-        ("step", format_duration(found.chosen.seconds), f"{WORD}, mean of {len(found.task.steps)} steps"),
-        ("idle", f"{found.chosen.bubbles:.1%}", "of all devices' time"),
-        (
-            "fullest device",
-            format_bytes(fullest),
-            f"estimated, of {format_bytes(found.task.capacity)} usable",
-        ),
-        ("devices", str(chosen.devices), f"of {found.task.devices}: {allocation(found.task, chosen)}"),
-    )
+    both = []
+    for name, one in found.named:
+        if one.sizes is not None:
+            lanes_of = disjoint_lanes if one.sizes.encoders else colocated_lanes
+            both.append((name, one, one.sizes, lanes_of(task, one.sizes, one.steps[0])))
+    both.sort(key=lambda drawing: drawing[1] is not found.chosen)
+    longest = max(one.steps[0].seconds for _, one, _, _ in both)
     charts = []
-    for name, one, lanes in both:
-        assert one.sizes is not None, "only allocations that fit are drawn"
+    for name, one, sizes, lanes in both:
         what = "chosen" if one is found.chosen else "in its place"
-        more = (
-            f", the first {_SHOWN} of {len(lanes)} data ranks"
-            if len(lanes) > _SHOWN and not one.sizes.encoders
-            else ""
-        )
-        title = f"{what}, {name}: {escape(allocation(found.task, one.sizes))}{more}; the first step"
-        shown = lanes if one.sizes.encoders else lanes[:_SHOWN]
-        charts.append(part_chart(title, shown, one.steps[0].seconds, longest, WORD))
-    notes = "".join(f"<li>{escape(note)}</li>" for note in answer.notes())
-    slots = {
-        "title": escape(f"{answer.title} on {answer.cluster}"),
-        "verdict": f"{badge(WORD)} {escape(answer.verdict)}",
-        "heading": escape(f"{answer.title} on {answer.cluster}"),
-        "facts": "".join(
-            card(name, f'<div class="value">{value}</div><p>{why}</p>') for name, value, why in figures
-        ),
-        "body": "".join(charts),
-        "word": WORD,
-        "tables": "".join(
-            sheet_table(sheet, badge(WORD))
-            for sheet in (_bubbles(answer, both), answer.sheet(), answer.parts())
-        ),
-        "notes": f"<h2>About these figures</h2><ul>{notes}</ul>",
-        "style": asset("page.css") + asset("submodels.css"),
-    }
-    return filled("plan.html", slots)
+        shown = lanes if sizes.encoders else lanes[:_SHOWN]
+        more = f", the first {_SHOWN} of {len(lanes)} data ranks" if len(lanes) > len(shown) else ""
+        heading = f"{what}, {name}: {escape(allocation(task, sizes))}{more}; the first step"
+        charts.append(part_chart(heading, shown, one.steps[0].seconds, longest, WORD))
+    fullest = format_bytes(max(memory_of_parts(task, chosen).values()))
+    bubbles = _bubbles(task.devices, {name: (lanes, one.steps[0].seconds) for name, one, _, lanes in both})
+    return Page(
+        word=WORD,
+        title=title,
+        verdict=verdict,
+        heading=title,
+        facts=[
+            Fact("step", format_duration(found.chosen.seconds), f"{WORD}, mean of {len(task.steps)} steps"),
+            Fact("idle", f"{found.chosen.bubbles:.1%}", "of all devices' time"),
+            Fact("fullest device", fullest, f"estimated, of {format_bytes(task.capacity)} usable"),
+            Fact("devices", str(chosen.devices), f"of {task.devices}: {allocation(task, chosen)}"),
+        ],
+        body="".join(charts),
+        sheets=[bubbles, *sheets],
+        notes=f"<h2>About these figures</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>",
+        styles=("page.css", "submodels.css"),
+    )
 
 
-def _lanes(answer: Answer, one: Found) -> list[Lane]:
-    assert one.sizes is not None, "only allocations that fit are drawn"
-    rows = disjoint_lanes if one.sizes.encoders else colocated_lanes
-    return rows(answer.found.task, one.sizes, one.steps[0])
-
-
-def _bubbles(answer: Answer, both: Sequence[tuple[str, Found, list[Lane]]]) -> Sheet:
-    """Shares of all devices' time in the first step."""
-    devices = answer.found.task.devices
-    found = [shares(lanes, devices, one.steps[0].seconds) for _, one, lanes in both]
+def _bubbles(devices: int, steps: Mapping[str, tuple[list[Lane], float]]) -> Sheet:
+    """Shares of all devices' time in the first step, of lanes and seconds by name."""
+    found = [shares(lanes, devices, seconds) for lanes, seconds in steps.values()]
     kinds = [*WORK, *CAUSES, "unused"]
     rows = tuple(
         (kind, *(f"{one[kind]:.1%}" for one in found)) for kind in kinds if any(one[kind] for one in found)
@@ -104,7 +81,7 @@ def _bubbles(answer: Answer, both: Sequence[tuple[str, Found, list[Lane]]]) -> S
         "micro-batches or data ranks with more work than the mean; communication: values on their way, and collectives "
         "that nothing hides; fill, drain: before a group's first task and after its last one"
     )
-    return Sheet("time, and bubbles by cause", ("", *(name for name, _, _ in both)), rows, left=1, note=note)
+    return Sheet("time, and bubbles by cause", ("", *steps), rows, left=1, note=note)
 
 
 _HEAVY = 1.02

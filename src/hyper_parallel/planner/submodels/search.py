@@ -35,7 +35,6 @@ from hyper_parallel.planner.submodels.sizes import (
 )
 from hyper_parallel.schedule import MicroBatchKind, Schedule, step_schedule
 from hyper_parallel.units import format_bytes
-from hyper_parallel.workload.submodels import Times
 
 # A step of a model whose parts lie on devices of their own, and one in which each rank has all encoders: simulated.
 #
@@ -117,7 +116,12 @@ def colocated(task: Task, one: Sizes, rows: Sequence[Row]) -> Step | None:
     parts = [[part[at : at + one.rows] for at in range(0, len(part), one.rows)] for part in own]
     units = [[tuple(map(sum, zip(*micro, strict=True))) for micro in part] for part in parts]
     moved = _collectives(task, one)
-    ranks = [[_timed(encoders(of), stage, moved) for of in part] for part in units]
+
+    def timed(of: Row) -> MicroBatchTimes:
+        computing = encoders(of)
+        return MicroBatchTimes(computing, language, stage[0], max(0.0, moved - (computing + language)))
+
+    ranks = [[timed(of) for of in part] for part in units]
     busy = one.tensor * sum(micro.encoders + micro.language for part in ranks for micro in part)
     per_device = costs.language.parameters / one.tensor + sum(each.parameters for each in costs.encoders)
     if one.shard == "optimizer":
@@ -139,11 +143,6 @@ def _collectives(task: Task, one: Sizes) -> float:
     ranks = range(0, one.data * one.tensor, one.tensor)
     gathered = task.cluster.collective_seconds("all_gather", 2 * (2 * layers + outside), ranks)
     return gathered + task.cluster.collective_seconds("reduce_scatter", 4 * (layers + outside), ranks)
-
-
-def _timed(encoders: float, language: Times, moved: float) -> MicroBatchTimes:
-    hidden = encoders + sum(language)
-    return MicroBatchTimes(encoders, sum(language), language[0], max(0.0, moved - hidden))
 
 
 def _total(part: Sequence[MicroBatchTimes]) -> float:
@@ -169,7 +168,7 @@ DEEPEST = 16
 
 
 @dataclass
-class Found:
+class BestSizes:
     """The best sizes of a rule."""
 
     sizes: Sizes | None = None
@@ -186,9 +185,9 @@ StepOf = Callable[[Task, Sizes, Sequence[Row]], Step | None]
 
 def best(
     task: Task, sizes: Iterator[Sizes], step: StepOf, bound: Callable[[Task, Sizes], float] | None = None
-) -> Found:
+) -> BestSizes:
     """Of all sizes, by the mean of the same steps. With `bound`, by which `sizes` are sorted, the search ends early."""
-    found = Found()
+    found = BestSizes()
     for one in sizes:
         if bound is not None and bound(task, one) >= found.seconds:
             break
@@ -214,13 +213,18 @@ class Allocations:
     """The best of both."""
 
     task: Task
-    disjoint: Found
-    colocated: Found
+    disjoint: BestSizes
+    colocated: BestSizes
 
     @property
-    def chosen(self) -> Found:
+    def chosen(self) -> BestSizes:
         """The shorter step; colocated where they are equal."""
         return self.disjoint if self.disjoint.seconds < self.colocated.seconds else self.colocated
+
+    @property
+    def named(self) -> tuple[tuple[str, BestSizes], ...]:
+        """Both, by name."""
+        return ("disjoint", self.disjoint), ("colocated", self.colocated)
 
 
 def allocations(task: Task) -> Allocations:

@@ -22,6 +22,8 @@ from hyper_parallel.workload.submodels import (
     with_partners,
 )
 
+WORD = "simulated"
+"""The kind of an answer's times."""
 USABLE = 0.9
 """Of a device's memory."""
 
@@ -213,7 +215,7 @@ Share = Callable[[Sizes, Sequence[Row]], Counter[Row] | None]
 def media_dealt(one: Sizes, rows: Sequence[Row]) -> Counter[Row]:
     """Rows with as much media in the same micro-batches, whose media are dealt to the ranks of an encoder one by one,
     whatever row they are of."""
-    ordered, size = _by_media(rows), one.rows * one.data
+    ordered, size = sorted(rows, key=_media, reverse=True), one.rows * one.data
     parts = (ordered[first : first + size] for first in range(0, len(ordered), size))
     return Counter(
         tuple(
@@ -244,10 +246,6 @@ def copies(one: Sizes, rows: Sequence[Row]) -> float:
     """The share of the rows that a step computes which are copies without loss."""
     dealt = with_partners(rows, _media, math.lcm(one.data, *one.encoders), one.rows * one.data)
     return sum(not bears_loss for _, bears_loss in dealt) / len(dealt)
-
-
-def _by_media(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=_media, reverse=True)
 
 
 def _media(row: Row) -> tuple[float, Row]:
@@ -332,3 +330,24 @@ def _border(task: Task, one: Sizes) -> float:
     """Seconds in which hidden states go from a stage of the language model to the next one."""
     size = task.costs.language.border * one.rows
     return task.cluster.collective_seconds("send", size, (0, task.devices - 1)) if size else 0.0
+
+
+def allocation(task: Task, sizes: Sizes) -> str:
+    """Devices and axes of each part, in words."""
+    degrees = {"data": sizes.data, "tensor": sizes.tensor, "pipeline": sizes.pipeline}
+    text = " · ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 device"
+    if not sizes.encoders:
+        return f"all parts {text}, shard: {sizes.shard}"
+    encoders = [
+        f"{each.name} {count}" for each, count in zip(task.costs.encoders, sizes.encoders, strict=True)
+    ]
+    return ", ".join([*encoders, f"language {text}"])
+
+
+def memory_of_parts(task: Task, sizes: Sizes) -> dict[str, float]:
+    """Part to the bytes of a device that has it."""
+    if not sizes.encoders:
+        return {"all parts": colocated_bytes(task, sizes)}
+    count = micro_batches(task.batch, sizes)
+    found = {each.name: encoder_bytes(task, sizes, at, count) for at, each in enumerate(task.costs.encoders)}
+    return {**found, "language": language_bytes(task, sizes, count)}

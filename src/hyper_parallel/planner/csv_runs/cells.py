@@ -13,8 +13,9 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from hyper_parallel.errors import DataError
 
@@ -58,6 +59,9 @@ WORDS = re.compile(
 _LARGEST = 1e12
 
 
+Taken = TypeVar("Taken")
+
+
 @dataclass(frozen=True)
 class Cells:
     """The cells of one row, without what was measured."""
@@ -67,6 +71,13 @@ class Cells:
     texts: Mapping[str, str]
     extra: int = 0
     """Cells beyond the header's."""
+    filled: dict[str, str] = field(default_factory=dict)
+    """By column: what was taken for an empty cell, and from where."""
+
+    def take(self, column: str, value: Taken, why: str) -> Taken:
+        """A value for what the row does not state, recorded with its reason."""
+        self.filled[column] = f"{value}, {why}"
+        return value
 
     def text(self, column: str) -> str:
         """A cell's text; empty where the row does not state it."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.planner.columns import Profile, code
-from hyper_parallel.planner.fit.csv_cells import Cells, read
-from hyper_parallel.planner.fit.model_and_machine import (
+from hyper_parallel.planner.csv_runs.cells import Cells, read
+from hyper_parallel.planner.csv_runs.model_and_machine import (
     expert_tensor,
     machine,
     profile_of_mixture,
@@ -88,26 +88,25 @@ def _row(cells: Cells, index: int) -> tuple[RunRow, Mapping[str, float] | None]:
         "profile": profile.name,
     }
     try:
-        cluster, made, filled = _columns(cells, profile)
+        cluster, made = _columns(cells, profile)
     except (ConfigError, DataError) as error:
         return RunRow(**kept, unsupported=str(error)), None  # type: ignore[arg-type]
-    return RunRow(**kept, cluster=cluster, filled=filled, index=index), made  # type: ignore[arg-type]
+    return RunRow(**kept, cluster=cluster, filled=cells.filled, index=index), made  # type: ignore[arg-type]
 
 
-def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], dict[str, str]]:
-    """The preset, the columns and what was filled in. Raises ConfigError or DataError for a row that is none."""
+def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float]]:
+    """The preset and the columns. Raises ConfigError or DataError for a row that is none."""
     if cells.extra:
         raise DataError(f"line {cells.line} has {cells.extra} cells more than the header has columns")
-    cluster, made, filled = machine(cells)
-    shape, taken = shape_of(cells, profile)
-    filled |= taken
+    cluster, made = machine(cells)
+    shape = shape_of(cells, profile)
     profile = profile_of_mixture(profile, shape, made["supernode"])
-    sequence = sequence_of(cells, shape, filled)
-    spread = _spread(cells, profile, shape, made["node"], filled)
-    precision = _precision(cells, cluster, profile, filled)
+    sequence = sequence_of(cells, shape)
+    spread = _spread(cells, profile, shape, made["node"])
+    precision = _precision(cells, cluster, profile)
     batch = spread.pop("batch")
-    adapter = _adapter(cells, filled)
-    modules = 0 if adapter else _prediction_modules(shape, profile, filled)
+    adapter = _adapter(cells)
+    modules = 0 if adapter else _prediction_modules(cells, shape, profile)
     workload = Workload(shape, int(batch), sequence, precision, adapter=adapter, prediction_modules=modules)
     facts = of_profile(profile) | (stated(cells) if shape.experts else {})
     if spread["pipeline"] > 1 and spread["zero"] == 3 and profile.defaults.gathered_in_pipelines:
@@ -121,36 +120,32 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float], 
         # FlashAttention has no kernels for Volta; and Megatron's selective recomputation (arXiv 2205.05198) computes
         # again what FlashAttention would never have stored.
         facts["flash"] = 0.0
-    return cluster, {**of_workload(workload), **made, **facts, **SPREAD, **spread}, filled
+    return cluster, {**of_workload(workload), **made, **facts, **SPREAD, **spread}
 
 
-def _spread(
-    cells: Cells, profile: Profile, shape: Shape, node: float, filled: dict[str, str]
-) -> dict[str, float]:
+def _spread(cells: Cells, profile: Profile, shape: Shape, node: float) -> dict[str, float]:
     """The columns of how a run is spread, and `batch`."""
     degrees = {}
     for column in ("tp", "pp", "cp"):
-        degrees[column] = _count(cells, column, 1, "not split", filled)
+        degrees[column] = cells.count(column) or cells.take(column, 1, "not split")
     model = math.prod(degrees.values())
     devices, data = cells.count("n_devices"), cells.count("dp")
     if devices is None:
         if data is None:
             raise ConfigError("the column n_devices is empty; give the number of devices")
-        devices = data * model
-        filled["n_devices"] = f"{devices}, dp · tp · pp · cp"
+        devices = cells.take("n_devices", data * model, "dp · tp · pp · cp")
     if devices % model:
         raise ConfigError(
             f"{devices} devices are no multiple of tp · pp · cp = {degrees['tp']} · {degrees['pp']} · {degrees['cp']}; "
             "mend the row's degrees"
         )
     if data is not None and data * model != devices:
-        filled["dp"] = (
-            f"{devices // model}, n_devices / (tp · pp · cp), and not {data}, which contradicts them"
-        )
+        why = f"n_devices / (tp · pp · cp), and not {data}, which contradicts them"
+        cells.take("dp", devices // model, why)
     data = devices // model
-    zero, shard = _zero(cells, profile, data, node, filled)
-    micro, batch = _batch(cells, data, zero, filled)
-    expert = _expert(cells, shape, devices // degrees["pp"], filled)
+    zero, shard = _zero(cells, profile, data, node)
+    micro, batch = _batch(cells, data, zero)
+    expert = _expert(cells, shape, devices // degrees["pp"])
     made = {
         "devices": devices,
         "batch": batch,
@@ -163,25 +158,17 @@ def _spread(
         "zero": zero,
         "expert": expert,
         "expert_tensor": expert_tensor(
-            cells, profile, shape, degrees["tp"], devices // degrees["pp"] // expert, filled
+            cells, profile, shape, degrees["tp"], devices // degrees["pp"] // expert
         ),
-        "sequence_parallel": _sequence_parallel(cells, profile, degrees["tp"], filled),
-        **_pipeline(cells, profile, shape, degrees["pp"], filled),
-        **_recompute(cells, profile, shape, degrees["pp"], filled),
+        "sequence_parallel": _sequence_parallel(cells, profile, degrees["tp"]),
+        **_pipeline(cells, profile, shape, degrees["pp"]),
+        **_recompute(cells, profile, shape, degrees["pp"]),
         **_offload(cells),
     }
     return {name: float(value) for name, value in made.items()}
 
 
-def _count(cells: Cells, column: str, otherwise: int, why: str, filled: dict[str, str]) -> int:
-    stated = cells.count(column)
-    if stated is None:
-        filled[column] = f"{otherwise}, {why}"
-        return otherwise
-    return stated
-
-
-def _zero(cells: Cells, profile: Profile, data: int, node: float, filled: dict[str, str]) -> tuple[int, int]:
+def _zero(cells: Cells, profile: Profile, data: int, node: float) -> tuple[int, int]:
     """The level of ZeRO, and over how many of the ranks that see different data."""
     fsdp = cells.text("fsdp").upper()
     if fsdp.replace(".", "").isdigit():
@@ -203,67 +190,63 @@ def _zero(cells: Cells, profile: Profile, data: int, node: float, filled: dict[s
     zero = cells.count("zero", least=0)
     named = re.search(r"zero[-_ ]?([0-3])|fsdp", cells.text("framework").lower())
     if zero is None and named and not fsdp:
-        zero = int(named[1] or 3)
-        filled["zero"] = f"{zero}, of the framework's name"
+        zero = cells.take("zero", int(named[1] or 3), "of the framework's name")
     if zero is None:
         # Where a row says that its FSDP is off, the framework's default of it is no default.
         zero = profile.defaults.zero if not fsdp or profile.defaults.zero < 3 else 0
-        filled["zero"] = f"{zero}, the default of {profile.name}"
+        cells.take("zero", zero, f"the default of {profile.name}")
     if zero > 3:
         raise cells.malformed("zero", "0, 1, 2 or 3")
     return (zero, data) if zero else (0, 1)
 
 
-def _batch(cells: Cells, data: int, zero: int, filled: dict[str, str]) -> tuple[int, int]:
+def _batch(cells: Cells, data: int, zero: int) -> tuple[int, int]:
     """Sequences of a micro-batch, and of a step."""
     batch, micro, times = cells.count("gbs"), cells.count("mbs"), cells.count("grad_accum")
     if batch is None:
         if micro is None or times is None:
             raise ConfigError("the column gbs is empty; give the sequences of a step")
-        batch = data * micro * times
-        filled["gbs"] = f"{batch}, dp · mbs · grad_accum"
+        batch = cells.take("gbs", data * micro * times, "dp · mbs · grad_accum")
     if batch < data:
         raise ConfigError(
             f"a batch of {batch} sequences leaves some of {data} data-parallel ranks without one"
         )
     if micro is None and times:
-        micro = max(1, batch // (data * times))
-        filled["mbs"] = f"{micro}, gbs / (dp · grad_accum)"
+        micro = cells.take("mbs", max(1, batch // (data * times)), "gbs / (dp · grad_accum)")
+    elif micro is None and zero == 3:
+        micro = cells.take("mbs", batch // data, "one micro-batch, as is usual with ZeRO-3")
     elif micro is None:
-        micro = batch // data if zero == 3 else 1
-        filled["mbs"] = f"{micro}, one micro-batch, as is usual with ZeRO-3" if zero == 3 else "1"
+        micro, cells.filled["mbs"] = 1, "1"
     if micro * data > batch:
-        filled["mbs"] = (
-            f"{batch // data}, all that a batch of {batch} has for each of {data} ranks, and not {micro}"
-        )
-        micro = batch // data
+        why = f"all that a batch of {batch} has for each of {data} ranks, and not {micro}"
+        micro = cells.take("mbs", batch // data, why)
     return micro, batch
 
 
-def _expert(cells: Cells, shape: Shape, ranks: int, filled: dict[str, str]) -> int:
+def _expert(cells: Cells, shape: Shape, ranks: int) -> int:
     """Ranks over which experts are spread; `ranks` are those of a pipeline stage."""
     if not shape.experts:
         return 1
-    stated = _count(cells, "ep", 1, "not split", filled)
+    stated = cells.count("ep") or cells.take("ep", 1, "not split")
     most = math.gcd(math.gcd(stated, ranks), shape.experts)
     if most != stated:
-        filled["ep"] = f"{most}: {stated} divides neither a stage's {ranks} ranks nor {shape.experts} experts"
+        cells.filled["ep"] = (
+            f"{most}: {stated} divides neither a stage's {ranks} ranks nor {shape.experts} experts"
+        )
     return most
 
 
-def _sequence_parallel(cells: Cells, profile: Profile, tensor: int, filled: dict[str, str]) -> int:
+def _sequence_parallel(cells: Cells, profile: Profile, tensor: int) -> int:
     stated = cells.count("sp", least=0)
     if tensor == 1:
         return 0
     if stated is None:
         stated = int(profile.defaults.sequence_parallel)
-        filled["sp"] = f"{stated}, the default of {profile.name}"
+        cells.take("sp", stated, f"the default of {profile.name}")
     return min(stated, 1)
 
 
-def _pipeline(
-    cells: Cells, profile: Profile, shape: Shape, stages: int, filled: dict[str, str]
-) -> dict[str, float]:
+def _pipeline(cells: Cells, profile: Profile, shape: Shape, stages: int) -> dict[str, float]:
     """Parts of a rank and the schedule. Interleaved stages are of two layers where that divides, else of one."""
     words = cells.text("pp_schedule").lower()
     virtual = cells.count("vp")
@@ -275,7 +258,7 @@ def _pipeline(
         if "interleaved" in usual:
             layers = math.ceil(shape.layers / stages)
             virtual = layers // 2 if layers % 2 == 0 else layers
-            filled["vp"] = f"{virtual}, interleaved stages of {layers // virtual} layers"
+            cells.take("vp", virtual, f"interleaved stages of {layers // virtual} layers")
     names = {
         "gpipe": "gpipe",
         "zb-h1": "zb-h1",
@@ -288,19 +271,16 @@ def _pipeline(
     if found is None:
         found = "interleaved" if virtual > 1 else "1f1b"
     if not words:
-        filled["pp_schedule"] = found
+        cells.filled["pp_schedule"] = found
     return {"virtual": virtual, "schedule": code("schedule", found)}
 
 
-def _recompute(
-    cells: Cells, profile: Profile, shape: Shape, stages: int, filled: dict[str, str]
-) -> dict[str, float]:
+def _recompute(cells: Cells, profile: Profile, shape: Shape, stages: int) -> dict[str, float]:
     """What is computed again, and in which share of the layers."""
     words = cells.text("recompute").lower()
     share = 1.0
     if not words:
-        kind = profile.defaults.recompute
-        filled["recompute"] = f"{kind}, the default of {profile.name}"
+        kind = cells.take("recompute", profile.defaults.recompute, f"the default of {profile.name}")
     elif found := re.search(r"recompute-num-layers[ =](\d+)", words):
         kind = "full"
         if "uniform" not in words:
@@ -316,7 +296,9 @@ def _recompute(
         kind, share = "full", _beside_projections(shape)
     else:
         kind = "none"
-        filled["recompute"] = f"none: {words} are small parts of a layer, and no formula here describes them"
+        cells.filled["recompute"] = (
+            f"none: {words} are small parts of a layer, and no formula here describes them"
+        )
     if kind == "selective" and profile.defaults.selective:
         kind, share = "full", profile.defaults.selective
     return {"recompute": code("recompute", kind), "recomputed": share}
@@ -343,33 +325,30 @@ def _offload(cells: Cells) -> dict[str, float]:
     return {"state_on_host": float(optimizer), "activations_on_host": float(activations)}
 
 
-def _adapter(cells: Cells, filled: dict[str, str]) -> Adapter | None:
+def _adapter(cells: Cells) -> Adapter | None:
     """What is trained in place of the whole model; None where that is."""
     if not re.search("lora", cells.option("task"), re.IGNORECASE):
         return None
-    filled["adapter"] = (
+    cells.filled["adapter"] = (
         "rank 32 on queries, keys and values, the default of NeMo's recipes; 16-bit frozen weights"
     )
     return Adapter(32, ("qkv",))
 
 
-def _prediction_modules(shape: Shape, profile: Profile, filled: dict[str, str]) -> int:
+def _prediction_modules(cells: Cells, shape: Shape, profile: Profile) -> int:
     """Modules that predict one token more, which Megatron-Bridge's recipes train with the models that have them."""
     model = known(shape.name)
     if model is None or not profile.name.startswith("megatron-bridge"):
         return 0
     modules = of_published(model.name)
-    if modules:
-        filled["prediction modules"] = f"{modules}, of the published {model.name}"
-    return modules
+    return cells.take("prediction modules", modules, f"of the published {model.name}") if modules else 0
 
 
-def _precision(cells: Cells, cluster: str, profile: Profile, filled: dict[str, str]) -> Precision:
+def _precision(cells: Cells, cluster: str, profile: Profile) -> Precision:
     """What products are computed in."""
     words = cells.text("precision").lower().replace("_", "-")
     if not words:
-        filled["precision"] = f"{profile.defaults.precision}, the default of {profile.name}"
-        return profile.defaults.precision
+        return cells.take("precision", profile.defaults.precision, f"the default of {profile.name}")
     if "fp4" in words:
         return "nvfp4"
     if "fp8" in words:
@@ -378,8 +357,7 @@ def _precision(cells: Cells, cluster: str, profile: Profile, filled: dict[str, s
         if "alt-recipe" in words:
             # The other scaling of the two that a release prints: by block, in hardware on Blackwell alone.
             scaled: Precision = "mxfp8" if cluster.startswith(("b", "gb")) else "fp8"
-            filled["precision"] = f"{scaled}, the other granularity of the release"
-            return scaled
+            return cells.take("precision", scaled, "the other granularity of the release")
         return "fp8"
     for word, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"), ("float16", "fp16")):
         if word in words:

@@ -16,8 +16,8 @@ import numpy as np
 
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.csv_runs.rows import RunRow, rows
 from hyper_parallel.planner.error_interval import between
-from hyper_parallel.planner.fit.csv_rows import RunRow, rows
 from hyper_parallel.planner.metrics import mfu, tokens_per_second
 from hyper_parallel.planner.table import Array
 

@@ -14,7 +14,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.presets import names, peak_flops
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.planner.columns import Profile
-from hyper_parallel.planner.fit.csv_cells import Cells
+from hyper_parallel.planner.csv_runs.cells import Cells
 from hyper_parallel.planner.framework_profiles import (
     MEGATRON_BRIDGE_MIXTURES,
     MEGATRON_BRIDGE_NVL72,
@@ -67,15 +67,14 @@ _UNSTATED = (
 """Dimensions that a published model has and a row's columns have not."""
 
 
-def shape_of(cells: Cells, profile: Profile) -> tuple[Shape, dict[str, str]]:
-    """The shape that a row's run trained, and for each dimension that the row does not state what was taken.
+def shape_of(cells: Cells, profile: Profile) -> Shape:
+    """The shape that a row's run trained.
 
     Raises ConfigError where layers, hidden size or heads are neither stated nor known of the model's name, and
     DataError for a cell that is no number.
     """
     name = cells.text("model")
     stated = _stated(cells)
-    filled: dict[str, str] = {}
     model = known(_CUT.sub("", name)) if name else None
     if _HYBRID.search(name) and (model is None or stated.get("layers", model.layers) != model.layers):
         raise ConfigError(
@@ -83,22 +82,24 @@ def shape_of(cells: Cells, profile: Profile) -> tuple[Shape, dict[str, str]]:
             "kind; a row has no columns for the sizes of such layers"
         )
     if model is not None and not _agree(stated, model):
-        filled["model"] = f"not the published {model.name}, whose dimensions differ: nothing is taken of it"
+        cells.filled["model"] = (
+            f"not the published {model.name}, whose dimensions differ: nothing is taken of it"
+        )
         model = None
     fields: dict[str, Any] = dict(stated)
     if model is not None:
-        _take(fields, model, filled)
+        _take(fields, model, cells)
     missing = [field for field in ("layers", "hidden", "heads") if field not in fields]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} of the model {name!r} are not stated, and it is none of the published models; give "
             "the columns layers, hidden and heads"
         )
-    _fill(fields, cells, profile, filled)
-    return Shape(name=name or "?", **fields), filled
+    _fill(fields, cells, profile)
+    return Shape(name=name or "?", **fields)
 
 
-def sequence_of(cells: Cells, shape: Shape, filled: dict[str, str]) -> int:
+def sequence_of(cells: Cells, shape: Shape) -> int:
     """Tokens of a sequence: as stated, or as long as the published model's, at most 8,192.
 
     Raises ConfigError where neither is known.
@@ -108,9 +109,7 @@ def sequence_of(cells: Cells, shape: Shape, filled: dict[str, str]) -> int:
         return stated
     if not shape.positions:
         raise ConfigError("the column seq_len is empty, and the model's sequence is not published; give it")
-    taken = min(shape.positions, _LONGEST)
-    filled["seq_len"] = f"{taken}, as the published model is trained on"
-    return taken
+    return cells.take("seq_len", min(shape.positions, _LONGEST), "as the published model is trained on")
 
 
 def _stated(cells: Cells) -> dict[str, Any]:
@@ -138,44 +137,46 @@ def _agree(stated: dict[str, Any], model: Shape) -> bool:
     return same and (not stated.get("experts") or model.experts > 0)
 
 
-def _take(fields: dict[str, Any], model: Shape, filled: dict[str, str]) -> None:
+def _take(fields: dict[str, Any], model: Shape, cells: Cells) -> None:
     """What the row leaves out, of the published model."""
+    published = f"of the published {model.name}"
     for column, field in _COLUMNS.items():
         if field not in fields:
             fields[field] = getattr(model, field)
             if fields[field]:
-                filled[column] = f"{fields[field]}, of the published {model.name}"
+                cells.take(column, fields[field], published)
     for field in _UNSTATED:
         if field not in fields:
             fields[field] = getattr(model, field)
     plain = fields["hidden"] // fields["heads"]
     if model.latent is not None:
-        filled["latent attention"] = f"of the published {model.name}"
+        cells.filled["latent attention"] = published
     elif model.head_dim != plain:
-        filled["head_dim"] = f"{model.head_dim}, of the published {model.name}"
+        cells.take("head_dim", model.head_dim, published)
     if model.window:
-        filled["window"] = f"{model.window} tokens in {model.windowed:.0%} of the layers, of {model.name}"
+        cells.filled["window"] = (
+            f"{model.window} tokens in {model.windowed:.0%} of the layers, of {model.name}"
+        )
     if model.shared_ffn:
-        filled["shared experts"] = f"{model.shared_ffn} features, of {model.name}"
+        cells.filled["shared experts"] = f"{model.shared_ffn} features, of {model.name}"
     if model.mix is not None:
         mix = model.mix
-        filled["layers"] = (
+        cells.filled["layers"] = (
             f"{fields['layers']} of {model.name}: {mix.attending} with attention, {mix.mixing} with another mixer, "
             f"{mix.feeding} with an MLP or experts"
         )
     if model.dense_layers:
         # A model that was cut keeps its sorts of layers in proportion, and one of each.
         share = model.dense_layers * fields["layers"] / model.layers
-        fields["dense_layers"] = min(model.dense_layers, max(1, round(share)))
-        filled["dense layers"] = f"{fields['dense_layers']}, of {model.name}"
+        dense = min(model.dense_layers, max(1, round(share)))
+        fields["dense_layers"] = cells.take("dense layers", dense, f"of {model.name}")
 
 
-def _fill(fields: dict[str, Any], cells: Cells, profile: Profile, filled: dict[str, str]) -> None:
+def _fill(fields: dict[str, Any], cells: Cells, profile: Profile) -> None:
     """What neither the row nor a published model states: the usual, and the framework's default."""
     hidden, heads = fields["hidden"], fields["heads"]
     if "kv_heads" not in fields:
-        fields["kv_heads"] = heads
-        filled["kv_heads"] = f"{heads}, one for each head"
+        fields["kv_heads"] = cells.take("kv_heads", heads, "one for each head")
     if "head_dim" not in fields:
         if hidden % heads:
             raise ConfigError(
@@ -184,45 +185,41 @@ def _fill(fields: dict[str, Any], cells: Cells, profile: Profile, filled: dict[s
         fields["head_dim"] = hidden // heads
     experts = bool(fields.get("experts"))
     if not fields.get("ffn") and not experts and not fields.get("mix"):
-        fields["ffn"] = 4 * hidden
-        filled["ffn"] = f"{4 * hidden}, four times hidden"
+        fields["ffn"] = cells.take("ffn", 4 * hidden, "four times hidden")
     if "gated" not in fields:
         fields["gated"] = fields.get("ffn", 0) != 4 * hidden
         usual = "an MLP without a gate has four times hidden features, this one other"
-        filled["ffn_gated"] = f"1: {usual}" if fields["gated"] else "0, with four times hidden features"
+        cells.filled["ffn_gated"] = f"1: {usual}" if fields["gated"] else "0, with four times hidden features"
     fields.setdefault("ffn", 0)
     if experts:
-        _fill_experts(fields, filled)
+        _fill_experts(fields, cells)
     if "vocabulary" not in fields:
-        fields["vocabulary"] = profile.defaults.vocabulary
-        filled["vocab"] = f"{fields['vocabulary']}, the default of {profile.name}"
+        why = f"the default of {profile.name}"
+        fields["vocabulary"] = cells.take("vocab", profile.defaults.vocabulary, why)
     if "tied" not in fields:
-        fields["tied"] = _tied(fields, cells, filled)
+        fields["tied"] = _tied(fields, cells)
 
 
-def _fill_experts(fields: dict[str, Any], filled: dict[str, str]) -> None:
+def _fill_experts(fields: dict[str, Any], cells: Cells) -> None:
     if not fields.get("chosen"):
         raise DataError(
             "the column topk is empty, and experts is not; give the experts that a token goes through"
         )
     if not fields.get("expert_ffn"):
-        fields["expert_ffn"] = fields["ffn"]
-        filled["moe_ffn"] = f"{fields['ffn']}, the features of the column ffn"
+        fields["expert_ffn"] = cells.take("moe_ffn", fields["ffn"], "the features of the column ffn")
 
 
-def _tied(fields: dict[str, Any], cells: Cells, filled: dict[str, str]) -> bool:
+def _tied(fields: dict[str, Any], cells: Cells) -> bool:
     """Whether the head is the embedding: what comes nearer to the stated parameters, else as GPT's without gates."""
     billions = cells.number("params_b")
     totals = {tied: Shape(name="?", **{**fields, "tied": tied}).parameters for tied in (True, False)}
     # A total is rounded: where a head is less of it than that, it does not tell.
     if not billions or totals[False] < 1.01 * totals[True]:
-        filled["tied"] = (
-            f"{int(not fields['gated'])}: GPT's without gates tie head and embedding, later ones do not"
-        )
-        return not fields["gated"]
+        tied = not fields["gated"]
+        cells.filled["tied"] = f"{int(tied)}: GPT's without gates tie head and embedding, later ones do not"
+        return tied
     tied = min(totals, key=lambda tied: abs(totals[tied] - billions * 1e9))
-    filled["tied"] = f"{int(tied)}, which comes nearer to {billions:g} billion parameters"
-    return tied
+    return bool(cells.take("tied", int(tied), f"which comes nearer to {billions:g} billion parameters"))
 
 
 _PATTERNS: tuple[tuple[str, str], ...] = (
@@ -257,32 +254,32 @@ _WATTS = {"a100": 400, "a100-40gb": 400, "h100": 700, "h200": 700, "h800": 700, 
 """What a device may draw, of its maker's datasheet."""
 
 
-def machine(cells: Cells) -> tuple[str, Mapping[str, float], dict[str, str]]:
-    """The preset's name, the table's columns of the machine, and the source of what the row did not give.
+def machine(cells: Cells) -> tuple[str, Mapping[str, float]]:
+    """The preset's name, and the table's columns of the machine.
 
     Raises ConfigError, with the nearest name, for a machine without published figures.
     """
     name = preset_of(cells.text("hardware"))
     columns = dict(_columns(name))
-    filled: dict[str, str] = {}
-    _form(cells, name, columns, filled)
+    _form(cells, name, columns)
     if found := re.search(r"(\d+) ?(gib|gb)\b", cells.text("hardware").lower()):
         # The same device is sold with more memory and with less.
         columns["capacity"] = int(found[1]) * (2.0**30 if found[2] == "gib" else 1e9)
-    _limited(cells, name, columns, filled)
+    _limited(cells, name, columns)
     node = cells.count("devices_per_node")
     if node is None:
-        filled["devices_per_node"] = f"{columns['node']:g}, of the preset {name}"
+        cells.take("devices_per_node", f"{columns['node']:g}", f"of the preset {name}")
     elif columns["supernode"] == 1 or columns["supernode"] % node == 0:
         columns["node"] = float(node)
     rate = network_rate(cells.text("interconnect"), columns["node"])
     if rate is None:
-        filled["interconnect"] = f"{columns['network_rate'] / 1e9:g} GB/s a device, of the preset {name}"
+        network = f"{columns['network_rate'] / 1e9:g} GB/s a device"
+        cells.take("interconnect", network, f"of the preset {name}")
     else:
         if columns["supernode"] == 1:
             columns["supernode_rate"] = rate
         columns["network_rate"] = rate
-    return name, columns, filled
+    return name, columns
 
 
 def preset_of(hardware: str) -> str:
@@ -333,7 +330,7 @@ def _bytes(number: str, prefix: str, unit: str | None) -> float:
     return float(number) * times / (1 if unit and unit.startswith("B") else 8)
 
 
-def _form(cells: Cells, name: str, columns: dict[str, float], filled: dict[str, str]) -> None:
+def _form(cells: Cells, name: str, columns: dict[str, float]) -> None:
     """Correct the columns for a PCI Express card: another peak, and without NVLink the host's rate in the node."""
     text = cells.text("hardware").lower()
     if "pcie" not in text or name not in _PCIE_FORMS:
@@ -346,10 +343,10 @@ def _form(cells: Cells, name: str, columns: dict[str, float], filled: dict[str, 
     columns["peak8"] = columns["peak4"] = peak8 or peak16
     if "nvlink" not in cells.text("interconnect").lower():
         columns["node_rate"] = columns["host_rate"]
-        filled["interconnect"] = f"{columns['host_rate'] / 1e9:g} GB/s in the node, of PCI Express"
+        cells.take("interconnect", f"{columns['host_rate'] / 1e9:g} GB/s in the node", "of PCI Express")
 
 
-def _limited(cells: Cells, name: str, columns: dict[str, float], filled: dict[str, str]) -> None:
+def _limited(cells: Cells, name: str, columns: dict[str, float]) -> None:
     """A device that may draw less power than its maker's has a slower clock: power goes with the clock times the square
     of the voltage, and the voltage with the clock, so that the clock goes with the cube root."""
     text = cells.text("hardware").lower()
@@ -358,7 +355,7 @@ def _limited(cells: Cells, name: str, columns: dict[str, float], filled: dict[st
         share = (int(found[1]) / usual) ** (1 / 3)
         for peak in ("peak16", "peak8", "peak4"):
             columns[peak] *= share
-        filled["hardware"] = f"{share:.0%} of the clock, for {found[1]} W of {usual}"
+        cells.filled["hardware"] = f"{share:.0%} of the clock, for {found[1]} W of {usual}"
     if name == "h100" and "hbm2e" in text:
         columns["hbm"] = 2.4e12
 
@@ -370,7 +367,7 @@ def _columns(name: str) -> Mapping[str, float]:
 
 # How a run dispatches tokens to experts, as its row or its framework's recipes state it.
 #
-# A row says so in the framework's name, in the notes (words of `csv_cells.WORDS`), or in the notes' options `etp`. What
+# A row says so in the framework's name, in the notes (words of `cells.WORDS`), or in the notes' options `etp`. What
 # neither says is the profile's, and open where that is.
 
 _STATED: tuple[tuple[str, dict[str, float]], ...] = (
@@ -403,9 +400,7 @@ def stated(cells: Cells) -> dict[str, float]:
     return found
 
 
-def expert_tensor(
-    cells: Cells, profile: Profile, shape: Shape, tensor: int, ranks: int, filled: dict[str, str]
-) -> int:
+def expert_tensor(cells: Cells, profile: Profile, shape: Shape, tensor: int, ranks: int) -> int:
     """Ranks that split an expert's features; `ranks` are those of a pipeline stage by the degree of `ep`."""
     option = cells.option("etp")
     if not shape.experts or (option and not option.isdigit()):
@@ -414,5 +409,5 @@ def expert_tensor(
         return max(1, int(option)) if ranks % max(1, int(option)) == 0 else 1
     taken = tensor if profile.defaults.expert_tensor == "tensor" and ranks % tensor == 0 else 1
     if taken > 1:
-        filled["etp"] = f"{taken}, as tensor parallelism: the default of {profile.name}"
+        cells.take("etp", taken, f"as tensor parallelism: the default of {profile.name}")
     return taken

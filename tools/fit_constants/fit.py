@@ -1,4 +1,4 @@
-"""Cross-validation by source: estimates for sources that the fit has not seen.
+"""Fit of the planner's constants, and its cross-validation by source: estimates for sources that the fit has not seen.
 
 Each source is held out whole, constants are fitted on the others (`solve`), and its rows are estimated with them. Every
 (source, hardware) weighs the same:
@@ -22,66 +22,21 @@ the peak in model FLOPs. Rows that look computed (`Evidence.computed`) are judge
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fit_constants.published_runs import Evidence
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import fits, memory
 from hyper_parallel.planner.cost_model.step import open_facts, seconds_by_kind
-from hyper_parallel.planner.error_interval import KINDS, Runs, collected, quantiles, widening
+from hyper_parallel.planner.error_interval import HIGH, KINDS, LOW, Runs, kinds, widening
 from hyper_parallel.planner.metrics import flops_per_token, peak
 from hyper_parallel.planner.table import Array, Table, sum_of
 
-ENVELOPE = 0.20
 APART = 1.15
 NEAR = 0.90
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Published runs: what was configured and what was measured; nan where a source does not state it."""
-
-    table: Table
-    sources: NDArray[np.str_]
-    hardware: NDArray[np.str_]
-    models: NDArray[np.str_]
-    seconds: Array
-    peak: Array
-    """Bytes."""
-    ran: NDArray[np.bool_]
-    timed: NDArray[np.bool_]
-    """Rows whose times count."""
-    computed: NDArray[np.bool_]
-    """Rows whose times look computed and not measured: judged as their source gives them, and never fitted on."""
-
-    @property
-    def fitted(self) -> NDArray[np.bool_]:
-        """Rows that constants are fitted on."""
-        return self.timed & ~self.computed
-
-    @property
-    def groups(self) -> NDArray[np.str_]:
-        """Source and hardware of each row."""
-        return np.array(
-            [f"{source}, {name}" for source, name in zip(self.sources, self.hardware, strict=True)]
-        )
-
-    def sets(self, *, alike: bool) -> NDArray[np.str_]:
-        """Source, model, hardware and devices of each row: rows of a set are alternatives.
-
-        `alike`: of one batch and length too, so that only how the model is spread differs.
-        """
-        t = self.table
-        columns = (t.devices, t.sequence, t.batch) if alike else (t.devices,)
-        names = [
-            self.sources,
-            self.models,
-            self.hardware,
-            *(np.broadcast_to(column, t.n) for column in columns),
-        ]
-        return np.array([", ".join(map(str, row)) for row in zip(*names, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -209,6 +164,27 @@ def _weights(groups: NDArray[np.str_]) -> Array:
     return 1.0 / counts[index]
 
 
+def quantiles(residuals: Array, weights: Array) -> tuple[float, float]:
+    """The weighted quantiles LOW and HIGH."""
+    order = np.argsort(residuals)
+    sums = np.cumsum(weights[order])
+    places = np.searchsorted(sums, np.array([LOW, HIGH]) * sums[-1])
+    low, high = residuals[order][np.minimum(places, residuals.size - 1)]
+    return float(low), float(high)
+
+
+def collected(t: Table, sources: NDArray[np.str_]) -> list[Runs]:
+    """The runs of a table, by source and kind."""
+    devices, sequence = (np.broadcast_to(column, t.n) for column in (t.devices, t.sequence))
+    found: dict[tuple[str, str, str, str], list[int]] = {}
+    for row, (source, model, device, format) in enumerate(zip(sources, *kinds(t), strict=True)):
+        found.setdefault((str(source), str(model), str(device), str(format)), []).append(row)
+    return [
+        Runs(*key, rows=len(rows), devices=float(devices[rows].max()), sequence=float(sequence[rows].max()))
+        for key, rows in sorted(found.items())
+    ]
+
+
 def _null(evidence: Evidence, rest: NDArray[np.bool_], own: NDArray[np.bool_]) -> Array:
     """Model FLOPs at one share of the peak: the weighted median of those that the other sources reached."""
     t = evidence.table
@@ -315,28 +291,64 @@ ROBUST = 3.0
 
 PRIORS = Constants()
 
-FITTED = [one for one in fields(Constants) if one.metadata.get("spread")]
-"""The constants that times determine."""
+SPREADS = {
+    "volta": 0.15,
+    "ampere": 0.15,
+    "hopper": 0.2,
+    "first": 0.1,
+    "blackwell": 0.2,
+    "ultra": 0.05,
+    "ascend": 0.2,
+    "other": 0.2,
+    "eight": 0.15,
+    "eight_hopper": 0.1,
+    "four": 0.15,
+    "half_rows": 0.25,
+    "half_columns": 0.25,
+    "half_depth": 0.25,
+    "grouped": 0.05,
+    "attention": 0.2,
+    "memory": 0.15,
+    "elementwise": 0.2,
+    "unfused": 0.3,
+    "permute": 0.3,
+    "launch": 0.3,
+    "stretches": 0.3,
+    "routing": 0.3,
+    "inside": 0.15,
+    "across": 0.2,
+    "dispatch": 0.08,
+    "crowding": 0.5,
+    "hop": 0.4,
+    "net_hop": 0.4,
+    "hidden_tensor": 0.3,
+    "hidden_expert": 0.4,
+    "hidden_data": 0.2,
+    "beside": 0.3,
+    "imbalance": 0.1,
+    "straggling": 0.4,
+    "fixed": 0.5,
+}
+"""How far off the prior of a constant may well be, of its logarithm; for each constant that times determine."""
 
 
 def solve(table: Table, seconds: Array, groups: Sequence[str]) -> Constants:
     """The constants that explain best what was measured. `groups` names the group of each row."""
     _, index, counts = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
     measured = np.log(seconds)
-    spread = np.array([one.metadata["spread"] for one in FITTED])
+    spread = np.array(list(SPREADS.values()))
 
     def residuals(x: Array) -> Array:
         estimate = sum_of(seconds_by_kind(table, _constants(x)))
         return np.concatenate([(np.log(estimate) - measured) / SIGMA, x / spread])
 
-    weights = np.concatenate([WEIGHT / counts[index], np.ones(len(FITTED))])
-    return _constants(_least(residuals, weights, len(FITTED)))
+    weights = np.concatenate([WEIGHT / counts[index], np.ones(len(SPREADS))])
+    return _constants(_least(residuals, weights, len(SPREADS)))
 
 
 def _constants(x: Array) -> Constants:
-    priors = {one.name: getattr(PRIORS, one.name) for one in FITTED}
-    return Constants.of(
-        {name: prior * float(np.exp(step)) for (name, prior), step in zip(priors.items(), x, strict=True)}
+    return Constants(
+        **{name: getattr(PRIORS, name) * float(np.exp(step)) for name, step in zip(SPREADS, x, strict=True)}
     )
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hyper_parallel.planner.fit.cross_validation import ENVELOPE, Evidence
-from hyper_parallel.planner.fit.csv_cells import records
-from hyper_parallel.planner.fit.csv_rows import rows
+from hyper_parallel.planner.csv_runs.cells import records
+from hyper_parallel.planner.csv_runs.rows import rows
 from hyper_parallel.planner.metrics import mfu
+from hyper_parallel.planner.table import Array, Table
 
 RUNS = Path(__file__).with_name("training_runs.csv.gz")
-"""4,082 runs; `fit.rows.rows` and `fit.cells.records` read it."""
+"""4,082 runs; `csv_runs.rows.rows` and `csv_runs.cells.records` read it."""
 
 RECIPES = Path(__file__).with_name("recipe_runs.csv")
 """98 more of NVIDIA's own recipes on H100, in 16 and in 8 bits; constants are fitted on them too."""
@@ -33,10 +35,57 @@ TRANSCRIBED = Path(__file__).with_name("transcribed_runs.csv")
 # interactive figure (S01) count for times by their upper envelope only. Rows of whole models that are fine-tuned do not
 # count, since they pack sequences of other lengths; rows of adapters do.
 
+ENVELOPE = 0.20
+"""Of the peak, in model FLOPs: what a row of the interactive figure has to reach to count."""
 INTERACTIVE = "S01"
 """The source whose repeats differ by 5–25%."""
 COMPUTED = "S02"
-"""The source whose rows on one node look like sums of times of layers; `evidence/SOURCES.md` says by what."""
+"""The source whose rows on one node look like sums of times of layers; `SOURCES.md` says by what."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Published runs: what was configured and what was measured; nan where a source does not state it."""
+
+    table: Table
+    sources: NDArray[np.str_]
+    hardware: NDArray[np.str_]
+    models: NDArray[np.str_]
+    seconds: Array
+    peak: Array
+    """Bytes."""
+    ran: NDArray[np.bool_]
+    timed: NDArray[np.bool_]
+    """Rows whose times count."""
+    computed: NDArray[np.bool_]
+    """Rows whose times look computed and not measured: judged as their source gives them, and never fitted on."""
+
+    @property
+    def fitted(self) -> NDArray[np.bool_]:
+        """Rows that constants are fitted on."""
+        return self.timed & ~self.computed
+
+    @property
+    def groups(self) -> NDArray[np.str_]:
+        """Source and hardware of each row."""
+        return np.array(
+            [f"{source}, {name}" for source, name in zip(self.sources, self.hardware, strict=True)]
+        )
+
+    def sets(self, *, alike: bool) -> NDArray[np.str_]:
+        """Source, model, hardware and devices of each row: rows of a set are alternatives.
+
+        `alike`: of one batch and length too, so that only how the model is spread differs.
+        """
+        t = self.table
+        columns = (t.devices, t.sequence, t.batch) if alike else (t.devices,)
+        names = [
+            self.sources,
+            self.models,
+            self.hardware,
+            *(np.broadcast_to(column, t.n) for column in columns),
+        ]
+        return np.array([", ".join(map(str, row)) for row in zip(*names, strict=True)])
 
 
 def evidence(*paths: str | Path) -> Evidence:
@@ -44,7 +93,7 @@ def evidence(*paths: str | Path) -> Evidence:
     given = [record for path in paths for record in records(path)]
     table, found = rows(given)
     supported = [(row, record) for row, record in zip(found, given, strict=True) if row.index is not None]
-    seconds = np.array([_seconds(record) for _, record in supported])
+    seconds = np.array([_number(record, "iter_time_s") for _, record in supported])
     # A step's time from tokens/s needs the batch, which may have been filled in.
     rate = np.array(
         [_rate(record, devices) for (_, record), devices in zip(supported, table.devices, strict=True)]
@@ -71,10 +120,6 @@ def evidence(*paths: str | Path) -> Evidence:
 def _number(record: Mapping[str, str], column: str) -> float:
     text = record.get(column) or ""
     return float(text) if text else math.nan
-
-
-def _seconds(record: Mapping[str, str]) -> float:
-    return _number(record, "iter_time_s")
 
 
 def _rate(record: Mapping[str, str], devices: float) -> float:
