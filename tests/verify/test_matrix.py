@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.random_files import Case, draw_case
-from hyper_parallel.runtime.stage_runner import StageRunner
-from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import (
+from harness.equivalence import (
     Cell,
     build_model,
     draw_batch,
@@ -22,6 +18,10 @@ from hyper_parallel.verify.matrix import (
     run_cell,
     run_matrix,
 )
+from harness.families import FAMILIES
+from harness.random_files import Case, draw_case
+from hyper_parallel.runtime.stage_runner import StageRunner
+from hyper_parallel.shard.mesh_axis import Axis
 
 TENSOR = {"axes": {"tensor": 2}}
 
