@@ -74,9 +74,10 @@ class Section(BaseModel):
                     repr(detail["loc"][-1]) in h for h in unknown.values()
                 ):
                     continue
+                context = {**detail.get("ctx", {}), "told": detail["msg"]}
                 problems.append(
                     {
-                        "type": PydanticCustomError(detail["type"], "{told}", _context(detail)),
+                        "type": PydanticCustomError(detail["type"], "{told}", context),
                         "loc": detail["loc"],
                         "input": detail["input"],
                     }
@@ -99,7 +100,3 @@ def keys_of(name: str, field: FieldInfo) -> list[str]:
     if isinstance(field.validation_alias, AliasChoices):
         return [str(choice) for choice in field.validation_alias.choices]
     return [field.alias or name]
-
-
-def _context(detail: Any) -> dict[str, Any]:
-    return {**detail.get("ctx", {}), "told": detail["msg"]}
