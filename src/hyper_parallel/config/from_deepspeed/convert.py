@@ -74,13 +74,6 @@ def convert(
     )
 
 
-def _leave_section(source: Source, section: str, why: str) -> None:
-    """Leaves a section's `type` and its parameters."""
-    names = source.section(f"{section}.params")
-    for key in ("type", *(f"params.{name}" for name in names if "." not in name)):
-        source.leave(f"{section}.{key}", why)
-
-
 def _zero_stage(source: Source) -> int:
     zero = source.value(_ZERO)
     if isinstance(zero, bool):  # DeepSpeed's first format
@@ -188,7 +181,7 @@ def _convert_optimizer(source: Source) -> None:
     name = source.text("optimizer.type")
     peak, peak_note = _scheduler_peak(source)
     if (why := _no_counterpart(source, name)) is not None:
-        _leave_section(source, "optimizer", why)
+        source.leave_kind("optimizer", why)
         if name is not None:
             source.leave(_PEAK, "a rate of that optimizer; train.optimizer.lr is the peak of this one")
         elif peak is not None:
@@ -257,7 +250,7 @@ def _convert_schedule(source: Source) -> None:
             if name is None
             else "no counterpart: train.schedule is cosine, linear, constant or wsd, after a linear warm-up"
         )
-        _leave_section(source, "scheduler", why)
+        source.leave_kind("scheduler", why)
         return
     source.write("train.schedule.name", SCHEDULES[name], "scheduler.type")
     _convert_warmup(source, _total_steps(source, name))

@@ -89,13 +89,6 @@ class Source:
             found = found.get(part)
         return found
 
-    def section(self, key: str) -> Mapping[str, Any]:
-        """The section under a dotted key, empty where it is left out."""
-        found = self.value(key)
-        if found is None or isinstance(found, Mapping):
-            return found or {}
-        raise self.error(key, "must be an object {...}", found)
-
     def whole(self, key: str, least: int = 1) -> int | None:
         """A whole number of at least `least`; 1e3 counts as one. None where the key is left out, or is `auto`."""
         found = self.number(key, least)
@@ -139,27 +132,22 @@ class Source:
         self._unused.discard(argument)
         return self._arguments.get(argument)
 
-    def filled(self, *arguments: str) -> tuple[Any, str]:
-        """The value that replaces `auto`, a list for several arguments, and its origin in words."""
-        given = [self.given(argument) for argument in arguments]
-        values = [
-            ARGUMENTS[argument] if value is None else value
-            for argument, value in zip(arguments, given, strict=True)
-        ]
-        origin = f"filled with {arguments[0]}={given[0]}"
-        if given[0] is None:
-            origin = f"Transformers' default of {arguments[0]}, check it"
-        return values if len(values) > 1 else values[0], origin
-
     def origin(
         self, key: str, read: Callable[[str], Any], *arguments: str, default: Any = None
     ) -> tuple[Any, str]:
         """The value of a key, and where it comes from, in words, if the file does not say it.
 
-        `read`: one of the readers above. `arguments` fill `auto`; `default` is DeepSpeed's where the key is left out.
+        `read`: one of the readers above. `arguments` fill `auto`, several of them as a list; `default` is DeepSpeed's
+        where the key is left out.
         """
         if arguments and self.is_auto(key):
-            return self.filled(*arguments)
+            given = {argument: self.given(argument) for argument in arguments}
+            values = [ARGUMENTS[name] if value is None else value for name, value in given.items()]
+            first = arguments[0]
+            words = f"filled with {first}={given[first]}"
+            if given[first] is None:
+                words = f"Transformers' default of {first}, check it"
+            return values if len(values) > 1 else values[0], words
         value = read(key)
         return (default, DEFAULT) if value is None and default is not None else (value, "")
 
@@ -177,6 +165,14 @@ class Source:
     def leave(self, key: str, why: str) -> None:
         """Record that a key has no setting, and why."""
         self._reasons[tuple(key.split("."))] = why
+
+    def leave_kind(self, section: str, why: str) -> None:
+        """Record that a section's `type` and its parameters have no settings, and why."""
+        parameters = self.value(f"{section}.params")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise self.error(f"{section}.params", "must be an object {...}", parameters)
+        for key in ("type", *(f"params.{name}" for name in parameters or () if "." not in name)):
+            self.leave(f"{section}.{key}", why)
 
     def settings(self) -> tuple[Setting, ...]:
         """All settings, by section of the run file."""
