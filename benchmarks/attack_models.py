@@ -27,13 +27,13 @@ from commandline import run
 from measure import quiet
 from pages import Benchmark
 
+from harness import equivalence as matrix
 from harness import run_ranks
 from harness.small_models import causal_families, small_fields
 from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError
 from hyper_parallel.shard.parallelize import check_tokens
-from hyper_parallel.verify import matrix
-from hyper_parallel.verify.families import has_experts
 from hyper_parallel.verify.run import against_pipeline, against_workers
+from hyper_parallel.verify.step import has_experts
 
 LIMIT_S = 180
 """A cell that takes longer hangs."""

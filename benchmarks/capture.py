@@ -36,6 +36,7 @@ def measured(name: str) -> dict[str, Any]:
     """Seconds, high-water mark and nodes of one case, in this process."""
     from training import shape_of
 
+    from harness.equivalence import build_model
     from hyper_parallel.compat.fake_tensors import fake_ranks
     from hyper_parallel.config import from_dict
     from hyper_parallel.graph.step_context import StepContext
@@ -43,7 +44,6 @@ def measured(name: str) -> dict[str, Any]:
     from hyper_parallel.step.build import transformers_config
     from hyper_parallel.step.capture_train_step import capture_step
     from hyper_parallel.step.recipe import Recipe
-    from hyper_parallel.verify.matrix import build_model
 
     model_fields, strategy, _ = CASES[name]
     strategy = {**strategy, "precision": {"compute": "bfloat16"}}

@@ -26,8 +26,8 @@ from commandline import run
 from measure import write
 from processes import scratch
 
+from harness.equivalence import Cell
 from harness.random_files import draw_case, run_file
-from hyper_parallel.verify.matrix import Cell
 
 LIMIT_S = 120
 """A case that takes longer hangs."""

@@ -18,8 +18,8 @@ from measure import quiet
 from pages import Benchmark, table
 from shapes import new_model, random_prompts
 
+from harness.families import FAMILIES, WITH_IMAGES
 from hyper_parallel.inference import Generator
-from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES
 
 LENGTHS, TOKENS = (1, 3, 31, 32, 33, 70, 5, 12), 32
 SPREAD = ("median", "p99", "largest")

@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from training import engine_step, step_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness import families
+from harness.equivalence import build_model
 from hyper_parallel import checkpoint, compat, shard
 from hyper_parallel.checkpoint import Piece, Writer
 from hyper_parallel.compat import Backend
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify import families
-from hyper_parallel.verify.matrix import build_model
 from hyper_parallel.verify.report import compare
 from hyper_parallel.verify.step import StepOutcome, run_step
 from hyper_parallel.workload import flops_of_model, mfu

@@ -29,6 +29,7 @@ from processes import workers
 from shapes import Fields, llama, run_file
 from torch import Tensor
 
+from harness.equivalence import build_model, draw_batch
 from hyper_parallel import config
 from hyper_parallel.compat.dispatch import kernel as usual_kernel
 from hyper_parallel.config import RunConfig
@@ -37,7 +38,6 @@ from hyper_parallel.graph import execute
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
-from hyper_parallel.verify.matrix import build_model, draw_batch
 from hyper_parallel.verify.step import pipeline_batch
 
 BENCHMARK = Benchmark("pipeline_overlap")

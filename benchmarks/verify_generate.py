@@ -28,7 +28,7 @@ from pages import Benchmark
 
 from harness.generation_cells import EXPERTS, Reference, run_cell
 from harness.small_models import shrunken
-from hyper_parallel.verify.families import has_experts
+from hyper_parallel.verify.step import has_experts
 
 BENCHMARK = Benchmark("verify_generate", key="cells")
 TOKENS = 256

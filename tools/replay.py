@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))  # the matrix is shared with the tests
 STEPS = 3
 SMALL_WORLD = 4
 """Ranks up to which steps are computed on simulated ranks; more take minutes."""
@@ -172,8 +173,8 @@ class Cell:
     """One family of the matrix under one of its strategies."""
 
     def __init__(self, family: str, strategy: str) -> None:
-        from hyper_parallel.verify.families import FAMILIES
-        from hyper_parallel.verify.matrix import STRATEGIES, build_model, family_config
+        from harness.equivalence import STRATEGIES, build_model, family_config
+        from harness.families import FAMILIES
 
         self.family = FAMILIES[family]
         self.config = family_config(self.family, STRATEGIES[strategy])
@@ -196,10 +197,11 @@ class Cell:
         yield "trace", [found.ops, found.resident]
 
     def bits(self) -> Iterator[tuple[str, Any]]:
-        from hyper_parallel.verify import matrix, run
+        from harness.equivalence import draw_batch
+        from hyper_parallel.verify import run
         from hyper_parallel.verify.step import run_step
 
-        batches = [matrix.draw_batch(self.family, seed=step) for step in range(STEPS)]
+        batches = [draw_batch(self.family, seed=step) for step in range(STEPS)]
         with run._ranks(self.config):
             first = run.step_of(self.model, self.config, self.strategy, batches[0], "traceable", None)
             outcomes = [first]
@@ -289,8 +291,8 @@ def trained(options: Sequence[str]) -> Any:
 
 def cases() -> Iterator[tuple[str, Callable[..., Iterator[tuple[str, str]]], tuple[str, ...]]]:
     """(name, what records it, its arguments)."""
-    from hyper_parallel.verify.families import FAMILIES, WITH_EXPERTS
-    from hyper_parallel.verify.matrix import STRATEGIES, family_config
+    from harness.equivalence import STRATEGIES, family_config
+    from harness.families import FAMILIES, WITH_EXPERTS
 
     for family, (strategy, fields) in itertools.product(FAMILIES, STRATEGIES.items()):
         if "expert" in fields["axes"] and family not in WITH_EXPERTS:

@@ -291,6 +291,7 @@ def test_the_schedules_agree_with_deepspeeds(tmp_path: Path) -> None:
         ({}, {"arguments": ["learning_rate=1"]}, "no key of ds_config.json is 'auto' for it"),
         ({}, {"arguments": ["learning_rat=1"]}, "did you mean 'learning_rate'"),
         ({}, {"arguments": ["bf16=1"]}, "must be true or false"),
+        (FILLED, {"devices": 8, "arguments": ["per_device_train_batch_size=0"]}, "not below 1"),
     ],
     ids=str,
 )

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
 
 from harness import run_ranks
+from harness.families import FAMILIES, SHAPE
 from hyper_parallel import shard
 from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.families import FAMILIES, SHAPE
 
 ROWS, LENGTH = 2, 24
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from harness.captured import family_config, micro_batches, recipe_of, replayed_cell, shape_of
+from harness.equivalence import draw_batch
+from harness.families import FAMILIES
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import lifetimes
 from hyper_parallel.step.capture_train_step import capture_step
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch
 
 FP32 = 4
 

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers import masking_utils as hf
 
+from harness.families import FAMILIES, SHAPE
 from hyper_parallel import shard
 from hyper_parallel.compat.local_tensor import one_device, per_rank, simulated_ranks
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.context.mask import read_mask
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.families import FAMILIES, SHAPE
 
 TWO = Strategy(axes={"context": 2}, context={"method": "ring"})
 

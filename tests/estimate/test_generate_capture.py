@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.families import FAMILIES
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate import generate_capture
@@ -20,7 +21,6 @@ from hyper_parallel.simulator.generation.pass_cost import PassPricer
 from hyper_parallel.simulator.generation.pass_model import PassModel
 from hyper_parallel.simulator.generation.shape_pass import of_shape
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.families import FAMILIES
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.transformers_config import to_config
 from hyper_parallel.workload.work import Work

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from harness.families import FAMILIES
 from hyper_parallel import config
 from hyper_parallel.cli.main import command
 from hyper_parallel.cluster import Cluster
@@ -22,7 +23,6 @@ from hyper_parallel.estimate.stage_capture import capture_stages
 from hyper_parallel.estimate.stage_price import StagePrice, node_seconds, price_stage
 from hyper_parallel.graph.stage_cut import flops_cost
 from hyper_parallel.step.pipeline_plan import merged_pairs
-from hyper_parallel.verify.families import FAMILIES
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SIZE = {

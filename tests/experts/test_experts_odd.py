@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import hyper_parallel as hp
+from harness.families import SHAPE
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.verify.families import SHAPE
 
 
 def test_odd_widths_train_on_one_device() -> None:

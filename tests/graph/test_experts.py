@@ -11,6 +11,8 @@ from torch import Tensor
 
 from harness import run_ranks
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
+from harness.equivalence import draw_batch, family_config
+from harness.families import FAMILIES
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph, executable, lifetimes
@@ -21,8 +23,6 @@ from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.step.train_step import Stepper, control_values_of
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch, family_config
 
 STEPS = 2
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.captured import replayed_cell
-from hyper_parallel.verify.families import FAMILIES, WITH_EXPERTS
+from harness.families import FAMILIES, WITH_EXPERTS
 
 Strategy = dict[str, Any]
 Train = dict[str, Any]

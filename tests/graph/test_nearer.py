@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
+from harness.equivalence import draw_batch
+from harness.families import FAMILIES
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import StepGraph, executable, is_collective, is_wait, lifetimes, validate
 from hyper_parallel.graph.memory_effects import touched
@@ -18,8 +20,6 @@ from hyper_parallel.graph.recompute_policies import narrow
 from hyper_parallel.graph.reorder_for_memory import cluster_uses, sums_at_birth, updates_together
 from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.step.recipe import CONTROL_VECTOR
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch
 
 LLAMA = FAMILIES["llama"]
 

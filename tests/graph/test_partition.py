@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.families import FAMILIES
 from harness.pipelines import Captured, Tensors, captured_module, even_cut, in_stages, summed
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import executable
 from hyper_parallel.graph.partition import by_modules, data_sources, label
 from hyper_parallel.graph.stage_graph import partition
-from hyper_parallel.verify.families import FAMILIES
 
 SAMPLE = ("llama-tied", "gemma3", "deepseek-v3", "gpt2")
 LISTS = {"gpt2": ("transformer.h",)}

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
+from harness.equivalence import build_model, draw_batch, family_config
+from harness.families import FAMILIES
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import StepGraph, executable
 from hyper_parallel.graph.host_nodes import HostPoint
@@ -21,8 +23,6 @@ from hyper_parallel.step import capture_train_step
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
 from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one, state
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model, draw_batch, family_config
 
 LENGTH = 32
 Settings = dict[str, Any]

@@ -12,6 +12,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from harness.captured import recipe_of
+from harness.equivalence import family_config
+from harness.families import FAMILIES
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.compat.fx_graph import another_symbol, append_call, copy_node, expression
 from hyper_parallel.graph import StepGraph
@@ -22,8 +24,6 @@ from hyper_parallel.graph.ir import is_collective, values_of
 from hyper_parallel.graph.memory_effects import effects, reads, touched, writes
 from hyper_parallel.step import capture_train_step
 from hyper_parallel.step.capture_train_step import MicroBatchShape, capture_one
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import family_config
 
 EXPERTS = {"axes": {"shard": 2, "expert": 2}}
 

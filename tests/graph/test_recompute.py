@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from harness.captured import family_config, inputs_of, micro_batches, recipe_of, shape_of
+from harness.equivalence import draw_batch
+from harness.families import FAMILIES
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph import (
@@ -37,8 +39,6 @@ from hyper_parallel.graph.recompute import moved_meta
 from hyper_parallel.overlap.buckets import Buckets
 from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.step.recipe import CONTROL_VECTOR
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch
 
 LAYERS = ("model.layers.0", "model.layers.1")
 SETTINGS: dict[str, Mapping[str, Any]] = {

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from harness.captured import recipe_of
+from harness.equivalence import family_config
+from harness.families import FAMILIES
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.likeness import difference
 from hyper_parallel.graph.period_pattern import Pair, Unlike
@@ -17,8 +19,6 @@ from hyper_parallel.graph.periods import assembled
 from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.step import capture_micro_batch, capture_train_step
 from hyper_parallel.step.capture_train_step import MicroBatchShape
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import family_config
 
 
 def _captured(kept: int) -> tuple[StepGraph, Pair]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 
+from harness.families import FAMILIES
 from harness.pipelines import Captured, in_stages
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.stage_cut import (
@@ -20,7 +21,6 @@ from hyper_parallel.graph.stage_cut import (
     layer_stages,
 )
 from hyper_parallel.graph.stage_graph import Stage, partition
-from hyper_parallel.verify.families import FAMILIES
 
 LAYERS = {"gpt2": "transformer.h"}
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.equivalence import build_model, draw_batch, family_config, one_device
 from harness.replay import Values, gradients, replay
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
@@ -19,7 +20,6 @@ from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.build import fill_model
 from hyper_parallel.step.capture_train_step import BatchShape, batch_inputs, capture_step, state
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
-from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.run import describe
 from hyper_parallel.verify.step import StepOutcome, Tensors

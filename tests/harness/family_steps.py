@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
+from harness.equivalence import draw_batch, family_config
+from harness.families import FAMILIES
 from hyper_parallel.config import RunConfig
 from hyper_parallel.graph import StepGraph, executable
 from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.step.capture_train_step import capture_step, state
 from hyper_parallel.step.recipe import CONTROL_VECTOR
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch, family_config
 
 TOKENS = 100.0
 """By which losses are divided."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.families import FAMILIES, WITH_IMAGES
 from harness.observer import OfPyTorch
 from hyper_parallel import Generator
 from hyper_parallel.inference.weights import units
-from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES
 
 NAMES = sorted(set(FAMILIES) - set(WITH_IMAGES))
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.equivalence import build_model, draw_batch, family_config
+from harness.families import FAMILIES
 from harness.ranks import run_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
@@ -18,8 +20,6 @@ from hyper_parallel.shard.experts.routing import take_loads, update_biases
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.step.pipeline_build import build_pipeline
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model, draw_batch, family_config
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.run import alone
 from hyper_parallel.verify.step import (

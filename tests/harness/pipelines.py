@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.captured import micro_batches, recipe_of, text_batch
+from harness.equivalence import family_config
 from hyper_parallel.compat.fake_tensors import fake_mode, faked
 from hyper_parallel.graph import StepGraph, capture, executable, phase
 from hyper_parallel.graph.gradients import GRADIENT, owned
@@ -25,7 +26,6 @@ from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
 from hyper_parallel.step.micro_batch import MICRO_FIELDS
-from hyper_parallel.verify.matrix import family_config
 
 Tensors = dict[str, Tensor]
 WAIT_S = 60.0

@@ -13,6 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.equivalence import (
+    Cell,
+    Settings,
+    build_model,
+    draw_batch,
+    family_config,
+    judged,
+    one_device,
+    run_cell,
+)
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config.load import from_dict
 from hyper_parallel.config.run import RunConfig
@@ -23,18 +33,8 @@ from hyper_parallel.step.engine import check_length
 from hyper_parallel.strategy import AXIS_NAMES
 from hyper_parallel.strategy.axes import AUTO
 from hyper_parallel.strategy.pipeline import ScheduleName
-from hyper_parallel.verify.families import EXPERT_COUNTS
-from hyper_parallel.verify.matrix import (
-    Cell,
-    Settings,
-    build_model,
-    draw_batch,
-    family_config,
-    judged,
-    one_device,
-    run_cell,
-)
 from hyper_parallel.verify.run import describe, verify_file
+from hyper_parallel.verify.step import EXPERT_COUNTS
 
 Draw = random.Random
 

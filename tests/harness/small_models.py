@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.verify.matrix import build_model
+from harness.equivalence import build_model
 
 Fields = dict[str, Any]
 

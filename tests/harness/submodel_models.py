@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model, draw_batch
+from harness.equivalence import build_model, draw_batch
+from harness.families import FAMILIES
 
 Rows = dict[str, Tensor]
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from harness.chat_model import CHATS
-from hyper_parallel.verify.families import FAMILIES
+from harness.families import FAMILIES
 
 IMAGE = "<|image|>"
 CHATML = (

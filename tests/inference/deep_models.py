@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.verify.families import FAMILIES
+from harness.families import FAMILIES
 from inference.small_models import made
 
 LAYERS = 6

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.verify.families import FAMILIES, WITH_IMAGES
+from harness.families import FAMILIES, WITH_IMAGES
 
 DECODERS = sorted(set(FAMILIES) - set(WITH_IMAGES))
 """The families of the training matrix that read text alone."""

@@ -12,10 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.masking_utils import eager_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
+from harness.families import SHAPE
 from harness.small_models import shrunken
 from hyper_parallel.errors import DataError, UnsupportedModelError
 from hyper_parallel.inference import Generator, paged_attention
-from hyper_parallel.verify.families import SHAPE
 from inference.small_models import made, prompts, small
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.equivalence import STRATEGIES
+from harness.families import WITH_EXPERTS
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.families import WITH_EXPERTS
-from hyper_parallel.verify.matrix import STRATEGIES
 from lora.adapted import one_device_step, simulated_step
 from shard.families import cells
 

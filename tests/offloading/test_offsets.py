@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.captured import family_config, micro_batches, recipe_of, shape_of
+from harness.equivalence import draw_batch
+from harness.families import FAMILIES
 from harness.memory_problems import SMALL, llama
 from hyper_parallel.graph import lifetimes
 from hyper_parallel.offloading.schedule.slot_allocator import Packed, pack
 from hyper_parallel.step.capture_train_step import capture_step
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch
 
 Life = tuple[int, int, int]
 LIVES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 300)), max_size=25)

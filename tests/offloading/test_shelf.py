@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from harness.captured import family_config, recipe_of
+from harness.families import FAMILIES
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offloading import choose
@@ -17,7 +18,6 @@ from hyper_parallel.offloading.schedule.offload_pass import Planned
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.schedule.slot_allocator import Shelf, SlotAllocator
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-from hyper_parallel.verify.families import FAMILIES
 
 HOST = OffloadTier("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
 CLUSTER = Cluster.named("h100")

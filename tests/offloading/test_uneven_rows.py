@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from harness.captured import family_config, micro_batches, recipe_of, shape_of
+from harness.equivalence import draw_batch
+from harness.families import FAMILIES
 from harness.slots import Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat import registry
@@ -28,8 +30,6 @@ from hyper_parallel.offloading.schedule.offload_pass import planned
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.tiers import FlashTier, HostTier, Tier
 from hyper_parallel.step.capture_train_step import capture_step
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch
 
 HOST_SPACE = OffloadTier("host", 2**40, Rate(1e-5, 1e9), Rate(1e-5, 1e9))
 CLUSTER = Cluster.named("h100")

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from llama_recipe import recipe_of
 
+from harness.equivalence import STRATEGIES, build_model, family_config
+from harness.families import FAMILIES
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.estimate.build_trace import captured_step
@@ -19,8 +21,6 @@ from hyper_parallel.overlap.chunked_matmul import NO_CHUNKS, WHOLE
 from hyper_parallel.overlap.order_search import OrderSearch
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
 from hyper_parallel.trace import Timeline
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import STRATEGIES, build_model, family_config
 
 
 @pytest.fixture(scope="module")

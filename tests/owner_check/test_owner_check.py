@@ -10,6 +10,7 @@ import torch
 from small_families import small
 from torch import Tensor, nn
 
+from harness.equivalence import build_model
 from harness.small_models import small_fields
 from hyper_parallel.shard.forward import first_position
 from hyper_parallel.shard.loss.auxiliary_loss import OwnTerms
@@ -20,7 +21,6 @@ from hyper_parallel.shard.parallelize import on_simulated_ranks
 from hyper_parallel.shard.region_check import result_cache
 from hyper_parallel.shard.region_check.check import vocabulary_of
 from hyper_parallel.shard.region_check.outcome import SeenCall
-from hyper_parallel.verify.matrix import build_model
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "mixtral"])

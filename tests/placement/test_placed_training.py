@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device, run_cell
+from harness.equivalence import build_model, draw_batch, family_config, one_device, run_cell
+from harness.families import FAMILIES
 from hyper_parallel.verify.report import compare
 from hyper_parallel.verify.run import step_of
 from hyper_parallel.verify.step import StepOutcome

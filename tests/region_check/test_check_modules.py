@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness.equivalence import build_model
+from harness.families import FAMILIES
 from harness.modules import BROKEN, RIGHT, RULES, WIDTH, Model
 from harness.small_models import small_fields
 from hyper_parallel.errors import StrategyError
@@ -19,8 +21,6 @@ from hyper_parallel.shard.region_check import check, diagnosis, outcome, reduced
 from hyper_parallel.shard.region_check.outcome import SeenCall
 from hyper_parallel.shard.region_check.reduced_model import Reduced
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model
 
 CALL = SeenCall.of((torch.zeros(2, 6, WIDTH),), {})
 TENSOR = Strategy(axes={"tensor": 2}, rules=RULES)

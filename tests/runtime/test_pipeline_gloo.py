@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from harness.families import FAMILIES
 from harness.pipelines import Captured, even_cut
 from hyper_parallel.graph.gradients import GRADIENT
 from hyper_parallel.graph.partition import by_modules
@@ -18,7 +19,6 @@ from hyper_parallel.runtime.build_program import pipeline_program
 from hyper_parallel.runtime.interpreter import Interpreter
 from hyper_parallel.runtime.rank_transfers import ProcessTransfers
 from hyper_parallel.schedule import named_schedule
-from hyper_parallel.verify.families import FAMILIES
 
 MICRO = 4
 LISTS = {"gpt2": ("transformer.h",)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.families import FAMILIES
 from harness.pipelines import Captured, Tensors, interpreted, run_in_threads
 from hyper_parallel.graph import StepGraph, executable, values_of
 from hyper_parallel.graph.host_nodes import HOST, HostPoint
@@ -23,7 +24,6 @@ from hyper_parallel.runtime.rank_graph import RankWriter, numbered
 from hyper_parallel.runtime.rank_transfers import MemoryTransfers, RankTransfers, TransferError
 from hyper_parallel.schedule import ScheduleName, named_schedule, with_steady_pairs
 from hyper_parallel.schedule.schedule import Schedule
-from hyper_parallel.verify.families import FAMILIES
 
 MICRO = 8
 FAMILY = {

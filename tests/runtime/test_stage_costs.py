@@ -7,13 +7,13 @@ import functools
 import pytest
 from torch import Tensor, fx, nn
 
+from harness.families import FAMILIES
 from harness.pipelines import Captured, captured_module
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.partition import label
 from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost, layer_stages
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.runtime.stage_costs import parts_of, stage_costs
-from hyper_parallel.verify.families import FAMILIES
 
 VALUE = 3 * 6 * 4
 """Bytes of one activation of the small models."""

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from harness import families
+from harness.equivalence import with_images
 from hyper_parallel import shard
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify import families
-from hyper_parallel.verify.matrix import with_images
 from hyper_parallel.verify.step import inputs_of
 
 # Those of the matrix, and two that drop attention weights.

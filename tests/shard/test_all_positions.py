@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, OPTConfig, OPTForCausalLM
 
+from harness.equivalence import build_model, draw_batch, family_config, one_device, run_cell
 from harness.small_models import shrunken
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device, run_cell
 
 SEQUENCE = {"axes": {"tensor": 2}, "sequence": True}
 CONTEXT = {"axes": {"context": 2}, "context": {"method": "ring"}}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from harness.equivalence import build_model, draw_batch, family_config, one_device
+from harness.families import FAMILIES
 from harness.small_models import small_fields
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device
 from hyper_parallel.verify.report import compare
 from hyper_parallel.verify.run import step_of
 

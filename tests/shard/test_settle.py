@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
+from harness.equivalence import build_model, draw_batch, family_config, one_device, run_cell
 from harness.small_models import shrunken
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.plan import Plan, make_plan
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.matrix import build_model, draw_batch, family_config, one_device, run_cell
 
 TWO = {"axes": {"tensor": 2}}
 SEQUENCE = {"axes": {"tensor": 2}, "sequence": True}

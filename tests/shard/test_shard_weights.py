@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from harness import run_ranks
+from harness.families import WITH_IMAGES
 from hyper_parallel import shard
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.families import WITH_IMAGES
 
 
 def saved(family: str, folder: Path) -> torch.nn.Module:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from families import FAMILIES, build, one_device_step, simulated_step
 
+from harness.families import SHAPE
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.parallelize import on_simulated_ranks as spread
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check import check
 from hyper_parallel.shard.region_check.outcome import TokenCall
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.families import SHAPE
 
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _HEADS_OF_8 = {"gemma", "glm", "glm4", "helium", "cohere2"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from harness import run_ranks
+from harness.equivalence import build_model, draw_batch
+from harness.families import FAMILIES
 from hyper_parallel import shard
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.model_structure import towers_of
 from hyper_parallel.strategy import Strategy
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model, draw_batch
 from hyper_parallel.verify.step import inputs_of
 
 VISION = FAMILIES["qwen2.5-vl"]

@@ -33,8 +33,8 @@ def test_a_cell_is_recorded_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> N
     before = recorded()
     assert before.keys() == {"graph/llama/tensor 2", "trace/llama/tensor 2"}
     assert recorded() == before
-    monkeypatch.setattr("hyper_parallel.verify.matrix.LENGTH", 16)
-    monkeypatch.setattr("hyper_parallel.verify.matrix.family_config.__defaults__", (None, 16))
+    monkeypatch.setattr("harness.equivalence.LENGTH", 16)
+    monkeypatch.setattr("harness.equivalence.family_config.__defaults__", (None, 16))
     after = recorded()
     assert all(after[name] != before[name] for name in before)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from harness import run_ranks
 from harness.captured import inputs_of, micro_batches, recipe_of, shape_of
+from harness.equivalence import draw_batch, family_config
+from harness.families import FAMILIES
 from hyper_parallel.graph import Rewrite, StepGraph, executable, is_collective
 from hyper_parallel.graph.dependencies import dependencies, reorder
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes, largest_sizes
@@ -24,8 +26,6 @@ from hyper_parallel.overlap.buckets import priority_order
 from hyper_parallel.step.accumulation import AccumulatedExecutable, accumulating, whole_step
 from hyper_parallel.step.capture_train_step import capture_one, state
 from hyper_parallel.step.recipe import CONTROL_VECTOR
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import draw_batch, family_config
 
 QUICK = ("llama-tied", "gpt2", "mixtral")
 """Tied weights, dropout, experts with an auxiliary loss: looked at in every run of the tests."""

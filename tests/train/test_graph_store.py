@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.captured import recipe_of
+from harness.equivalence import build_model, family_config
+from harness.families import FAMILIES
 from harness.forked_command import run_command
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
@@ -40,8 +42,6 @@ from hyper_parallel.step.graph_cache import Captured, Graphs
 from hyper_parallel.step.graph_store import GraphStore
 from hyper_parallel.step.micro_batch import blank_micro_batch
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import build_model, family_config
 
 FOUR = BatchShape(((2, 32),) * 4, (False,) * 4)
 SHARD = {"axes": {"shard": 2}}

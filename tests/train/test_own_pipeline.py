@@ -15,12 +15,12 @@ from torch.nn.functional import cross_entropy
 
 import hyper_parallel as hp
 from harness import run_ranks
+from harness.equivalence import build_model
 from harness.pipeline_steps import settings_of
 from hyper_parallel.errors import HyperParallelError, StrategyError
 from hyper_parallel.integration.checkpoints import load, save
 from hyper_parallel.integration.hf_folder import read_folder, write_folder
 from hyper_parallel.integration.local_optimizer import on_local
-from hyper_parallel.verify.matrix import build_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pipeline.py"
 TOLERANCE = 1e-5

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched
 
 from harness import run_ranks
+from harness.families import FAMILIES
 from hyper_parallel.errors import BudgetError, NonFiniteError
-from hyper_parallel.verify.families import FAMILIES
 
 STEPS = 3
 SHARE = 0.6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from harness.families import FAMILIES
 from harness.pipelines import Captured, captured_module, in_stages, summed
 from hyper_parallel.graph import executable
 from hyper_parallel.graph.gradients import GRADIENT
@@ -12,7 +13,6 @@ from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_cut import layer_stages
 from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
-from hyper_parallel.verify.families import FAMILIES
 
 TIED = "model.embed_tokens.weight"
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from harness.captured import family_config, recipe_of
+from harness.families import FAMILIES
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import StepGraph, is_collective, rewritten
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.step.capture_train_step import BatchShape, capture_step
-from hyper_parallel.verify.families import FAMILIES
 
 
 def _gathers(step: StepGraph) -> dict[str, int]:

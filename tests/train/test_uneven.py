@@ -18,8 +18,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from watched import watched
 
 from harness import run_ranks
+from harness.families import FAMILIES
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.verify.families import FAMILIES
 
 MOE = {
     **LLAMA,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import equivalence
 import pytest
 import torch
 
-from harness.random_files import Case, draw_case
-from hyper_parallel.runtime.stage_runner import StageRunner
-from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.verify.families import FAMILIES
-from hyper_parallel.verify.matrix import (
+from harness.equivalence import (
     Cell,
     build_model,
     draw_batch,
@@ -22,6 +20,10 @@ from hyper_parallel.verify.matrix import (
     run_cell,
     run_matrix,
 )
+from harness.families import FAMILIES
+from harness.random_files import Case, draw_case
+from hyper_parallel.runtime.stage_runner import StageRunner
+from hyper_parallel.shard.mesh_axis import Axis
 
 TENSOR = {"axes": {"tensor": 2}}
 
@@ -73,6 +75,22 @@ def test_the_page_has_a_row_for_each_strategy_and_every_refusal() -> None:
     ]
     assert "- **mixtral** under expert 2: odd experts" in lines
     assert "- **mixtral** under tensor 2: gradient of x" in lines
+
+
+def test_the_tool_writes_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(equivalence, "STRATEGIES", {"tensor 2": TENSOR})
+    monkeypatch.setattr(
+        "sys.argv", ["equivalence.py", "--families", "llama", "--out", str(tmp_path / "page.md")]
+    )
+    assert equivalence.main() == 0
+    page = (tmp_path / "page.md").read_text()
+    assert (
+        "Written by `python tools/equivalence.py --families llama`: 1 right, 0 refused, 0 wrong, of 1."
+        in page
+    )
+    monkeypatch.setattr("sys.argv", ["equivalence.py", "--families", "lama"])
+    with pytest.raises(SystemExit):
+        equivalence.main()
 
 
 def test_more_ranks_than_a_vocabulary_has_chunks() -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 from transformers import CONFIG_MAPPING
 
+from harness.equivalence import build_model
 from harness.small_models import HEADS, HIDDEN, VOCABULARY, noisy_model, shrunken, small_fields
-from hyper_parallel.verify.matrix import build_model
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.families import FAMILIES, SHAPE, TOKENS
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.verify.families import FAMILIES, SHAPE, TOKENS
 from hyper_parallel.workload import Shape
 from hyper_parallel.workload.published import shape
 

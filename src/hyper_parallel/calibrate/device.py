@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any, cast
+from typing import cast
 
-from hyper_parallel.calibrate.timing import Results
+from hyper_parallel.calibrate.timing import Results, rounded
 from hyper_parallel.cluster import Device, Efficiency, MemoryTable, ShapeTable, Tier
 from hyper_parallel.cluster.efficiency import attention_flops
 
@@ -28,25 +28,25 @@ def device_of(results: Results, name: str, memory_bytes: float, peaks: dict[str,
     matmul, attention = [], []
     launches = {str(key[0]): seconds for key, seconds in results.table("matmul launch").items()}
     for dtype in dict.fromkeys(key[0] for key in results.table("matmul")):
-        points = _by_layout(results, "matmul", str(dtype))
+        points = results.grouped("matmul", dtype, parts=1)
         flops = {shape: 2.0 * _volume(shape) for layout in points.values() for shape in layout}
         launch = launches[str(dtype)]
         measured = max(peak_of(layout, flops, launch) for layout in points.values())
-        matrix[str(dtype)] = peak = peaks.get(str(dtype)) or float(f"{measured:.5g}")
-        for layout, seconds_by in points.items():
+        matrix[str(dtype)] = peak = peaks.get(str(dtype)) or rounded(measured)
+        for (layout,), seconds_by in points.items():
             spread = results.spread("matmul", dtype, layout)
             table = shape_table(seconds_by, flops, peak, launch, str(dtype), layout, spread)
-            between = _by_layout(results, "between", str(dtype)).get(layout, {})
+            between = results.grouped("between", dtype, parts=1).get((layout,), {})
             off = [
                 abs(launch + 2.0 * _volume(s) / (peak * table.share(s)) - t) / t for s, t in between.items()
             ]
-            matmul.append(replace(table, residual=float(f"{sum(off) / len(off):.5g}")) if off else table)
+            matmul.append(replace(table, residual=rounded(sum(off) / len(off))) if off else table)
         attention += _attention(results, str(dtype), peak)
     return Device(
         name,
         matrix=matrix,
-        vector={"float32": float(f"{2**20 / results.seconds[('vector',)]:.5g}")},
-        memory=Tier("device", memory_bytes, float(f"{bandwidth:.5g}"), float(f"{bandwidth:.5g}")),
+        vector={"float32": rounded(2**20 / results.seconds[("vector",)])},
+        memory=Tier("device", memory_bytes, rounded(bandwidth), rounded(bandwidth)),
         launch=(adds[0].launch if adds else None) or min(launches.values()),
         efficiency=Efficiency(
             matmul=tuple(matmul),
@@ -57,14 +57,6 @@ def device_of(results: Results, name: str, memory_bytes: float, peaks: dict[str,
     )
 
 
-def _by_layout(results: Results, table: str, dtype: str) -> dict[str, dict[Shape, float]]:
-    """Layout to seconds by shape."""
-    found: dict[str, dict[Shape, float]] = {}
-    for (layout, *shape), seconds in results.table(table, dtype).items():
-        found.setdefault(str(layout), {})[cast(Shape, tuple(shape))] = seconds
-    return found
-
-
 def _volume(shape: Shape) -> float:
     batch, m, n, k = shape
     return batch * m * n * k
@@ -72,7 +64,7 @@ def _volume(shape: Shape) -> float:
 
 def _attention(results: Results, dtype: str, peak: float) -> list[ShapeTable]:
     tables = []
-    for layout, points in _by_layout(results, "attention", dtype).items():
+    for (layout,), points in results.grouped("attention", dtype, parts=1).items():
         flops = {shape: attention_flops((1, *map(int, shape)), layout) for shape in points}
         spread = results.spread("attention", dtype, layout)
         tables.append(shape_table(points, flops, peak, 0.0, dtype, layout, spread))
@@ -80,12 +72,9 @@ def _attention(results: Results, dtype: str, peak: float) -> list[ShapeTable]:
 
 
 def _memory_tables(results: Results, bandwidth: float) -> list[MemoryTable]:
-    grouped: dict[tuple[Any, ...], dict[float, float]] = {}
-    for (op, kind, layout, dtype, read, written), seconds in results.table("operator").items():
-        moved = cast(float, read) + cast(float, written)
-        grouped.setdefault((op, kind, layout, dtype), {})[moved] = seconds
     tables = []
-    for (op, kind, layout, dtype), points in grouped.items():
+    for (op, kind, layout, dtype), measured in results.grouped("operator", parts=4).items():
+        points = {read + written: seconds for (read, written), seconds in measured.items()}
         spread = results.spread("operator", op, kind, layout, dtype)
         for name, of_kind in ((op, ""), ("", STAND_FOR.get(op))):
             if of_kind is not None:
@@ -107,17 +96,15 @@ def _launches(results: Results, launches: dict[str, float]) -> list[MemoryTable]
     times.
     """
     views = [seconds for key, seconds in results.table("operator").items() if key[1] == "view"]
-    found = [MemoryTable("matmul", dtype=dtype, launch=float(f"{x:.5g}")) for dtype, x in launches.items()]
+    found = [MemoryTable("matmul", dtype=dtype, launch=rounded(x)) for dtype, x in launches.items()]
     found.append(MemoryTable("attention", launch=0.0))
-    return [*found, MemoryTable("view", launch=float(f"{min(views):.5g}"))] if views else found
+    return [*found, MemoryTable("view", launch=rounded(min(views)))] if views else found
 
 
 def _fresh(results: Results, bandwidth: float) -> tuple[tuple[float, float], ...]:
     points = []
     for (size,), seconds in sorted(results.table("fresh").items(), key=lambda item: str(item[0]).zfill(20)):
-        points.append(
-            (float(cast(int, size)), min(MOST, float(f"{cast(int, size) / (bandwidth * seconds):.5g}")))
-        )
+        points.append((float(cast(int, size)), min(MOST, rounded(cast(int, size) / (bandwidth * seconds)))))
     return tuple(sorted(points))
 
 
@@ -165,8 +152,8 @@ def shape_table(
     shares = {shape: flops_of[shape] / (peak * net(seconds, launch)) for shape, seconds in points.items()}
     halves = ((a, b, c) for a, b, c in product(_HALVES, repeat=3))
     _, best, half = min((_best(shares, half) for half in halves), key=lambda found: found[0])
-    rows = tuple(cast(_Row, (*map(float, shape), _short(share))) for shape, share in sorted(shares.items()))
-    return ShapeTable(dtype, layout, _short(best), half, rows, _short(spread))
+    rows = tuple(cast(_Row, (*map(float, shape), rounded(share))) for shape, share in sorted(shares.items()))
+    return ShapeTable(dtype, layout, rounded(best), half, rows, rounded(spread))
 
 
 def _best(
@@ -195,9 +182,9 @@ def memory_table(
     sizes = sorted(points)
     launch = _launch(points)
     rows = tuple(
-        (float(size), _short(size / (bandwidth * net(points[size], launch)))) for size in sizes if size > 0
+        (float(size), rounded(size / (bandwidth * net(points[size], launch)))) for size in sizes if size > 0
     )
-    return MemoryTable(kind, op, dtype, layout, _short(launch), rows or ((1.0, 1.0),), _short(spread))
+    return MemoryTable(kind, op, dtype, layout, rounded(launch), rows or ((1.0, 1.0),), rounded(spread))
 
 
 def _launch(points: Mapping[float, float]) -> float:
@@ -207,8 +194,3 @@ def _launch(points: Mapping[float, float]) -> float:
         return time
     slope = max(0.0, (points[others[0]] - time) / (others[0] - smallest))
     return max(time / 5, time - slope * smallest)
-
-
-def _short(number: float) -> float:
-    """Rounded to five digits; no measurement is more accurate."""
-    return float(f"{number:.5g}")

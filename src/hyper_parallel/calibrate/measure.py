@@ -22,24 +22,32 @@ from hyper_parallel.cluster.collective_cost import form
 from hyper_parallel.compat import Backend, collectives
 from hyper_parallel.compat.kernels import adamw_
 
-PARTS = ("fresh", "memory", "matmul", "attention", "operators", "tiers", "turns", "collectives")
-
 
 def measure(job: Job, backend: Backend, device: torch.device, progress: Callable[[str], None]) -> Results:
     """Run all parts of the job."""
-    results = Results()
-    timer = Timer(backend, *((0.03, 5, 15) if job.level == "full" else (0.015, 4, 9)))
+    results, level = Results(), job.level
+    timer = Timer(backend, *((0.03, 5, 15) if level == "full" else (0.015, 4, 9)))
+
+    def memory() -> None:
+        measure_bandwidth(timer, device, level, results)
+        measure_optimizer(timer, device, level, results)
+
+    def tiers() -> None:
+        measure_copies(timer, device, level, results)
+        measure_flash(Path(job.folder), level, results)
+
+    def clock(call: Callable[[], object], size: int) -> list[float]:
+        return _clock(backend, call, level, size)
+
     parts: dict[str, Callable[[], None]] = {
-        "fresh": lambda: measure_fresh(device, job.level, results),
-        "memory": lambda: _memory(timer, device, job.level, results),
-        "matmul": lambda: measure_products(timer, device, job.level, results),
-        "attention": lambda: measure_attention(timer, device, job.level, results),
-        "operators": lambda: measure_operators(timer, device, job.level, results),
-        "tiers": lambda: _tiers(timer, device, job, results),
-        "turns": lambda: measure_turns(timer, device, job.level, results),
-        "collectives": lambda: measure_collectives(
-            backend, device, job.level, lambda call, size: _clock(backend, call, job.level, size), results
-        ),
+        "fresh": lambda: measure_fresh(device, level, results),
+        "memory": memory,
+        "matmul": lambda: measure_products(timer, device, level, results),
+        "attention": lambda: measure_attention(timer, device, level, results),
+        "operators": lambda: measure_operators(timer, device, level, results),
+        "tiers": tiers,
+        "turns": lambda: measure_turns(timer, device, level, results),
+        "collectives": lambda: measure_collectives(backend, device, level, clock, results),
     }
     for part in job.parts:
         if job.world > 1:
@@ -49,16 +57,6 @@ def measure(job: Job, backend: Backend, device: torch.device, progress: Callable
         if part == "fresh":
             keep_freed_memory()
     return results
-
-
-def _memory(timer: Timer, device: torch.device, level: str, results: Results) -> None:
-    measure_bandwidth(timer, device, level, results)
-    measure_optimizer(timer, device, level, results)
-
-
-def _tiers(timer: Timer, device: torch.device, job: Job, results: Results) -> None:
-    measure_copies(timer, device, job.level, results)
-    measure_flash(Path(job.folder), job.level, results)
 
 
 def measure_turns(timer: Timer, device: torch.device, level: str, results: Results) -> None:
@@ -100,14 +98,13 @@ def _clock(backend: Backend, call: Callable[[], object], level: str, size: int) 
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
 
 
-def buffer_sizes(level: str) -> tuple[int, ...]:
-    """Buffer size in bytes."""
-    return {
-        "full": (2**16, 2**20, 2**22, 2**24, 2**25, 2**26),
-        "shared": (2**16, 2**20, 2**24, 2**25, 2**26),
-        "quick": (2**20, 2**24),
-        "tiny": (2**16, 2**20),
-    }[level]
+_BUFFERS = {
+    "full": (2**16, 2**20, 2**22, 2**24, 2**25, 2**26),
+    "shared": (2**16, 2**20, 2**24, 2**25, 2**26),
+    "quick": (2**20, 2**24),
+    "tiny": (2**16, 2**20),
+}
+"""Level to the sizes of buffers in bytes."""
 
 
 def measure_fresh(device: torch.device, level: str, results: Results) -> None:
@@ -119,7 +116,7 @@ def measure_fresh(device: torch.device, level: str, results: Results) -> None:
     # A block as large as a model's, freed, sets the allocator's thresholds to what they are in training.
     block = filled(((2**25 if level != "tiny" else 2**20) // 4,), torch.float32, device)
     del block
-    for size in buffer_sizes(level):
+    for size in _BUFFERS[level]:
         extra = []
         for _ in range(9):
             started = time.perf_counter()
@@ -156,7 +153,7 @@ def measure_bandwidth(timer: Timer, device: torch.device, level: str, results: R
 
 def measure_optimizer(timer: Timer, device: torch.device, level: str, results: Results) -> None:
     """Seconds by ("optimizer", bytes read, bytes written) of a fused AdamW update of one tensor, its count included."""
-    for size in buffer_sizes(level):
+    for size in _BUFFERS[level]:
         parameter, gradient, first = (filled((size // 4,), torch.float32, device) for _ in range(3))
         turns = in_turns((torch.zeros((), device=device), parameter, gradient, first, gradient.square()))
 
@@ -172,7 +169,7 @@ def measure_optimizer(timer: Timer, device: torch.device, level: str, results: R
 
 def measure_copies(timer: Timer, device: torch.device, level: str, results: Results) -> None:
     """Seconds by ("copy", source, target, bytes) between the device and the host."""
-    for size in buffer_sizes(level):
+    for size in _BUFFERS[level]:
         here = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
         there = timer.backend.host_buffer((size,), torch.uint8)
         there.fill_(1)
@@ -195,7 +192,7 @@ def measure_flash(folder: Path, level: str, results: Results) -> None:
         if not direct:
             results.notes.append("the file system has no direct access: flash was measured through its cache")
         try:
-            for size in buffer_sizes(level):
+            for size in _BUFFERS[level]:
                 with mmap.mmap(-1, size) as buffer:  # aligned to a page, as direct access needs it
                     buffer[:] = b"\1" * size
                     # Blocks are allocated by the first write, which is not the medium's speed.
@@ -239,14 +236,14 @@ LAYER = (4, 4, 4, 2, 2, 1, 1)
 """A layer's weights as shares of their sum: a gated MLP, query and output projections, keys and values."""
 
 
-def message_sizes(level: str) -> tuple[int, ...]:
-    """Bytes that a rank sends, for a gather those that it receives; multiples of four bytes for each of 64 ranks."""
-    return {
-        "full": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24),
-        "shared": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24),
-        "quick": (2**12, 2**16, 2**18, 2**20, 2**22, 2**24),
-        "tiny": (2**12, 2**16),
-    }[level]
+_MESSAGES = {
+    "full": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24),
+    "shared": (2**10, 2**14, 2**17, 2**20, 2**22, 2**24),
+    "quick": (2**12, 2**16, 2**18, 2**20, 2**22, 2**24),
+    "tiny": (2**12, 2**16),
+}
+"""Level to the bytes that a rank sends, for a gather those that it receives; multiples of four bytes for each of 64
+ranks."""
 
 
 def group_sizes(world: int) -> list[int]:
@@ -271,7 +268,7 @@ def measure_collectives(
         group = groups[dist.get_rank() // ranks]
         calls = _calls(group, ranks)
         for kind in KINDS:
-            for size in message_sizes(level):
+            for size in _MESSAGES[level]:
                 given = size // ranks if kind == "all_gather" else size
                 x = torch.ones(given // 4, device=device)
                 taken = sorted(clock(partial(calls[kind], x), size))

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
+import torch
+
+from hyper_parallel import compat
 from hyper_parallel._version import __version__
 from hyper_parallel.calibrate import workers
 from hyper_parallel.calibrate.device import device_of
 from hyper_parallel.calibrate.measure import fit as fit_collective
-from hyper_parallel.calibrate.timing import Results, averaged
+from hyper_parallel.calibrate.timing import Results, averaged, rounded
 from hyper_parallel.calibrate.workers import Job
-from hyper_parallel.cluster import MEASURED, Cluster, CollectiveTable, CopyTable, Device, Link, Shared, Tier
+from hyper_parallel.cluster import MEASURED, Cluster, CollectiveTable, CopyTable, Link, Shared, Tier
 from hyper_parallel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hyper_parallel.compat import Backend
 
 ALONE = ("fresh", "memory", "matmul", "attention", "operators", "tiers", "turns")
 TOGETHER = ("fresh", "memory", "matmul", "attention", "operators", "turns", "collectives")
@@ -44,8 +43,6 @@ def calibrate(
 ) -> Cluster:
     """Measure this machine. `progress` is called with each part as it begins, and `parts` before with how many there
     will be. Raises LaunchError if workers fail."""
-    from hyper_parallel import compat
-
     if settings.workers < 1:
         raise ConfigError(f"--workers must be at least 1; got {settings.workers}")
     backend = compat.backend(settings.device)
@@ -65,7 +62,7 @@ def calibrate(
     if parts is not None:
         parts(len(ALONE) + sum(len(_together(world, own, cores)) for world in worlds))
     alone = round_(1, ALONE, settings.level)
-    peaks = {name: _published(backend, name) for name in ("float32", "bfloat16")}
+    peaks = {name: backend.peak_flops(getattr(torch, name)) for name in ("float32", "bfloat16")}
     memory = float(backend.memory_total())
     device = device_of(alone, backend.device_name(), memory, peaks)
     together: dict[int, Results] = {}
@@ -96,7 +93,7 @@ def calibrate(
         links={"node": Link("node", rings[0].bandwidth, rings[0].latency)} if rings else {},
         host=_tier("host", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), "device", copies),
         flash=_tier("flash", float(shutil.disk_usage(settings.folder).total), "host", copies),
-        source=f"measured by hyper-parallel {__version__} calibrate, {cores} cores, PyTorch {_torch()}",
+        source=f"measured by hyper-parallel {__version__} calibrate, {cores} cores, PyTorch {torch.__version__}",
         name=MEASURED,
         collectives=tables if own else (),
         copies=copies,
@@ -123,35 +120,30 @@ def _slower(base: Results, found: Results) -> float:
     times = base.table("turns")
     for key, seconds in times.items():
         ratio *= found.seconds[("turns", *key)] / seconds
-    return float(f"{max(1.0, ratio ** (1 / len(times))):.5g}")
+    return rounded(max(1.0, ratio ** (1 / len(times))))
 
 
 def _collectives(results: Results) -> tuple[CollectiveTable, ...]:
-    grouped: dict[tuple[str, int], dict[int, float]] = {}
-    for (kind, ranks, size), seconds in results.table("collective").items():
-        grouped.setdefault((cast(str, kind), cast(int, ranks)), {})[cast(int, size)] = seconds
     tables = []
-    for (kind, ranks), points in grouped.items():
-        latency, bandwidth, residual = (float(f"{x:.5g}") for x in fit_collective(kind, ranks, points))
-        rows = tuple((float(size), float(f"{points[size]:.5g}")) for size in sorted(points))
-        spread = float(f"{results.spread('collective', kind, ranks):.5g}")
-        tables.append(CollectiveTable(kind, "node", ranks, rows, latency, bandwidth, residual, spread))
+    for (kind, ranks), points in results.grouped("collective", parts=2).items():
+        latency, bandwidth, residual = map(rounded, fit_collective(kind, ranks, points))
+        spread = rounded(results.spread("collective", kind, ranks))
+        tables.append(
+            CollectiveTable(kind, "node", ranks, _rows(points), latency, bandwidth, residual, spread)
+        )
     return tuple(tables)
 
 
 def _copies(results: Results) -> tuple[CopyTable, ...]:
-    grouped: dict[tuple[str, str], dict[int, float]] = {}
-    for (source, target, size), seconds in results.table("copy").items():
-        grouped.setdefault((cast(str, source), cast(str, target)), {})[cast(int, size)] = seconds
     return tuple(
-        CopyTable(
-            source,
-            target,
-            tuple((float(size), float(f"{points[size]:.5g}")) for size in sorted(points)),
-            float(f"{results.spread('copy', source, target):.5g}"),
-        )
-        for (source, target), points in grouped.items()
+        CopyTable(source, target, _rows(points), rounded(results.spread("copy", source, target)))
+        for (source, target), points in results.grouped("copy", parts=2).items()
     )
+
+
+def _rows(points: Mapping[int, float]) -> tuple[tuple[float, float], ...]:
+    """(bytes, seconds), the smallest first."""
+    return tuple((float(size), rounded(points[size])) for size in sorted(points))
 
 
 def _tier(name: str, bytes: float, beside: str, copies: tuple[CopyTable, ...]) -> Tier | None:
@@ -159,25 +151,10 @@ def _tier(name: str, bytes: float, beside: str, copies: tuple[CopyTable, ...]) -
     rates = {}
     for table in copies:
         size, seconds = table.points[-1]
-        rates[table.source, table.target] = float(f"{size / seconds:.5g}")
+        rates[table.source, table.target] = rounded(size / seconds)
     read, write = rates.get((name, beside)), rates.get((beside, name))
     return Tier(name, bytes, read, write) if read and write else None
 
 
-def _published(backend: Backend, dtype: str) -> float | None:
-    import torch
-
-    return backend.peak_flops(getattr(torch, dtype))
-
-
-def _torch() -> str:
-    import torch
-
-    return str(torch.__version__)
-
-
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-__all__ = ["Device", "Settings", "calibrate"]

@@ -143,10 +143,24 @@ class Results:
         n = len(prefix)
         return {key[n:]: seconds for key, seconds in self.seconds.items() if key[:n] == prefix}
 
+    def grouped(self, *prefix: Hashable, parts: int) -> dict[tuple[Any, ...], dict[Any, float]]:
+        """The measurements with this prefix: the next `parts` of their keys to the rest, one value or a tuple of them,
+        to seconds."""
+        groups: dict[tuple[Any, ...], dict[Any, float]] = {}
+        for key, seconds in self.table(*prefix).items():
+            rest = key[parts:]
+            groups.setdefault(key[:parts], {})[rest if len(rest) > 1 else rest[0]] = seconds
+        return groups
+
     def spread(self, *prefix: Hashable) -> float:
         """The mean spread of the measurements whose key has this prefix."""
         found = [spread for key, spread in self.spreads.items() if key[: len(prefix)] == prefix]
         return sum(found) / len(found) if found else 0.0
+
+
+def rounded(number: float) -> float:
+    """Rounded to five digits; no measurement is more accurate."""
+    return float(f"{number:.5g}")
 
 
 def averaged(results: Sequence[Results]) -> Results:

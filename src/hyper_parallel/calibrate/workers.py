@@ -29,7 +29,7 @@ class Job:
     level: str
     """Extent: `full`, `quick` or `tiny`."""
     parts: tuple[str, ...]
-    """The parts to measure, of `measure.PARTS`."""
+    """The parts to measure, as `measure.measure` names them."""
     folder: str
     """The folder in which flash is measured and the workers meet."""
 

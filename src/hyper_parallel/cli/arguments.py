@@ -1,15 +1,19 @@
-"""Arguments that several commands share; and a wrong command line in one line, with what was meant."""
+"""Arguments that several commands share, files that options name, lines of progress; and a wrong command line in one
+line, with what was meant.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hyper_parallel.errors import nearest
+from hyper_parallel.errors import ConfigError, nearest
 
 
 def run_file(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,6 +23,34 @@ def run_file(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Raises ConfigError if the folder of a file that an option names does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
+        )
+
+
+def write(option: str, path: Path, text: str, hint: str = "") -> None:
+    """Write the file that an option names, and say so on standard error. Raises ConfigError if it cannot."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+    click.echo(f"written: {path}{hint}", err=True)
+
+
+def progress_lines() -> Callable[[str], None]:
+    """A function that prints a line with the seconds since this call, if standard error is a terminal."""
+    begun = time.monotonic()
+
+    def show(text: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"  {time.monotonic() - begun:5.1f} s  {text}", err=True)
+
+    return show
 
 
 _COMMANDS = {

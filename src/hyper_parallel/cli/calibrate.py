@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from hyper_parallel.cli.arguments import check_folder
+
 
 @click.command(short_help="Measure this machine, so that predictions hold for it.")
 @click.option(
@@ -44,8 +46,7 @@ def calibrate(out: Path, workers: int, quick: bool) -> None:
     from hyper_parallel.errors import ConfigError
     from hyper_parallel.report.table import terminal_width
 
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.absolute().parent} does not exist; create it first")
+    check_folder("--out", out)
     started = time.monotonic()
 
     parts, begun = 0, 0

@@ -94,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     standard_streams.begin()
     given = sys.argv[1:] if arguments is None else arguments
     if arguments is None and sys.argv[1:2] and sys.argv[1] in _ANSWERS:
-        _collect_nothing()
+        # The process ends without a search for garbage, which takes as long to walk through a graph as a pass does.
+        gc.disable()
+        atexit.register(gc.freeze)
     try:
         command.main(args=list(given) or ["--help"], prog_name="hyper-parallel", standalone_mode=False)
         sys.stdout.flush()
@@ -118,12 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if speaks(os.environ):
             click.echo("hyper-parallel: interrupted", err=True)
         sys.exit(INTERRUPTED)
-
-
-def _collect_nothing() -> None:
-    """Let the process end without a search for garbage: it takes as long to walk through a graph as a pass does."""
-    gc.disable()
-    atexit.register(gc.freeze)
 
 
 def _report(text: str) -> None:

@@ -189,8 +189,7 @@ def check_memory(config: RunConfig, available: int | None = None) -> None:
 
 def _workload(config: RunConfig) -> Workload | None:
     """The run's model and optimizer; None where the config does not tell the model's sizes."""
-    fields = dict(read_config(config.model.folder) if config.model.folder else config.model.config or {})
-    fields.setdefault("vocab_size", 1)  # a tokenizer's, which adds little
+    fields = {"vocab_size": 1, **_fields(config)}  # a tokenizer's adds little
     try:
         shape = Shape.of_config(fields)
         return Workload(

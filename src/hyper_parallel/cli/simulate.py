@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hyper_parallel.cli.arguments import as_json
+from hyper_parallel.cli.arguments import as_json, check_folder, progress_lines, write
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig
+    from hyper_parallel.estimate.generate_report import GenerationPrediction
+    from hyper_parallel.estimate.prediction import Prediction
 
 
 @click.command(short_help="Predict a step on any cluster: time, communication, memory.")
@@ -99,17 +99,15 @@ def simulate(
       2    an error in the file or the arguments, reported in one line
       130  interrupted
     """
-    begun, file = time.monotonic(), Path(given)
-
-    def progress(said: str) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"  {time.monotonic() - begun:5.1f} s  {said}", err=True)
-
+    file, progress = Path(given), progress_lines()
     if rl:
         if cluster or generate or ranks or trace or html or as_written or explain:
             raise click.UsageError("--rl takes the times of its roles from FILE; only --json goes with it")
+        from hyper_parallel.config.rl_simulation import load_rl_simulation
+        from hyper_parallel.rl.simulator.run import compare
 
-        simulate_rl(file, overrides, as_json, progress)
+        loops = compare(load_rl_simulation(file, overrides), progress)
+        click.echo(json.dumps(loops.to_json(), indent=2) if as_json else loops.text())
         return
     if cluster is None:
         raise click.UsageError("Missing option '--cluster'.")
@@ -118,40 +116,75 @@ def simulate(
     if generate and (as_written or explain):
         raise click.UsageError("--as-written and --explain are of training; leave --generate out, or them")
     run = None if generate else config.load(file, overrides)
-    for option, path in (("--trace", trace), ("--html", html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(
-                f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
-            )
+    check_folder("--trace", trace)
+    check_folder("--html", html)
+    found: Prediction | GenerationPrediction
     if run is None:
-        simulate_generation(
-            given, overrides, cluster, ranks, as_json, progress, write=_write, html=html, trace=trace
+        found = _generation(given, overrides, cluster, ranks, progress)
+        title = f"{file.stem}: passes that generate, on {found.cluster.name}"
+        traced, pipeline = "passes that generate; ", None
+    else:
+        found = _training(run, cluster, ranks, as_written, explain, progress)
+        title = f"{file.stem} on {found.timeline.cluster}"
+        traced, pipeline = "", found.pipeline
+    # Only now, because these need torch.
+    from hyper_parallel.report import page, perfetto
+    from hyper_parallel.report.table import terminal_width
+
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text(terminal_width()))
+    if trace is not None:
+        write("--trace", trace, perfetto(found.timeline), f" ({traced}open it at ui.perfetto.dev)")
+    if html is not None:
+        write("--html", html, page(found.timeline, title, pipeline))
+
+
+def _generation(
+    given: str, overrides: tuple[str, ...], name: str, ranks: int | None, progress: Callable[[str], None]
+) -> GenerationPrediction:
+    from hyper_parallel.cli.hub_models import with_config
+    from hyper_parallel.cluster import Cluster
+    from hyper_parallel.config.generate import load_generation
+
+    run = with_config(load_generation(given, overrides))
+    cluster = Cluster.named(name)
+    world = run.strategy.axes.world
+    if ranks is not None and ranks != world:
+        raise ConfigError(
+            f"--ranks {ranks}: the strategy's axes multiply to {world}; set strategy.axes so that they multiply "
+            f"to {ranks}"
         )
-        return
+    if cluster.ranks is not None and not cluster.shared and cluster.ranks < world:
+        raise ConfigError(
+            f"--cluster {name}: has {cluster.ranks} devices, and the strategy's axes multiply to {world}; name a "
+            "larger cluster, or make the axes smaller"
+        )
+    cluster = replace(cluster.for_workers(world), name=cluster.name or name)
+    # Only now, because it needs torch.
+    from hyper_parallel.estimate.generate_predict import predict_generation
+
+    return predict_generation(run, cluster, progress=progress)
+
+
+def _training(
+    run: RunConfig,
+    name: str,
+    ranks: int | None,
+    as_written: bool,
+    explain: bool,
+    progress: Callable[[str], None],
+) -> Prediction:
     from hyper_parallel.cli.hub_models import fetched
     from hyper_parallel.hub.download import Wanted
 
     run = fetched(run, Wanted.CONFIG)
-    # Only now, because these need torch.
+    # Only now, because it needs torch.
     from hyper_parallel.estimate import cluster_of, predict_run
-    from hyper_parallel.report.table import terminal_width
 
     if run.open:
-        run = _planned(run, cluster, ranks, progress)
-    machine = cluster_of(cluster, run, ranks)
+        run = _planned(run, name, ranks, progress)
+    machine = cluster_of(name, run, ranks)
     cache = Path(run.data.cache).expanduser() / "traces" if run.train.graph_cache else None
-    found = predict_run(run, machine, as_written=as_written, explain=explain, cache=cache, progress=progress)
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text(terminal_width()))
-    from hyper_parallel.report import page, perfetto
-
-    if trace is not None:
-        perfetto_text = perfetto(found.timeline)
-        _write("--trace", trace, perfetto_text)
-        click.echo(f"written: {trace} (open it at ui.perfetto.dev)", err=True)
-    if html is not None:
-        title = f"{file.stem} on {found.timeline.cluster}"
-        _write("--html", html, page(found.timeline, title, found.pipeline))
-        click.echo(f"written: {html}", err=True)
+    return predict_run(run, machine, as_written=as_written, explain=explain, cache=cache, progress=progress)
 
 
 def _planned(run: RunConfig, name: str, ranks: int | None, progress: Callable[[str], None]) -> RunConfig:
@@ -170,72 +203,3 @@ def _planned(run: RunConfig, name: str, ranks: int | None, progress: Callable[[s
     for line in choice.lines:
         click.echo(f"strategy: {line}", err=True)
     return resolved(run, choice.laid)
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
-
-
-def simulate_generation(
-    given: str,
-    overrides: tuple[str, ...],
-    name: str,
-    ranks: int | None,
-    as_json: bool,
-    progress: Callable[[str], None],
-    write: Callable[[str, Path, str], None],
-    html: Path | None,
-    trace: Path | None,
-) -> None:
-    """Print the prediction of a run of generation, and write its pages."""
-    from hyper_parallel.cli.hub_models import with_config
-    from hyper_parallel.cluster import Cluster
-    from hyper_parallel.config.generate import load_generation
-
-    run = with_config(load_generation(given, overrides))
-    cluster = Cluster.named(name)
-    world = run.strategy.axes.world
-    if ranks is not None and ranks != world:
-        raise ConfigError(
-            f"--ranks {ranks}: the strategy's axes multiply to {world}; set strategy.axes so that they multiply "
-            f"to {ranks}"
-        )
-    if cluster.ranks is not None and not cluster.shared and cluster.ranks < world:
-        raise ConfigError(
-            f"--cluster {name}: has {cluster.ranks} devices, and the strategy's axes multiply to {world}; name a "
-            "larger "
-            "cluster, or make the axes smaller"
-        )
-    cluster = replace(cluster.for_workers(world), name=cluster.name or name)
-    # Only now, because it needs torch.
-    from hyper_parallel.estimate.generate_predict import predict_generation
-    from hyper_parallel.report.table import terminal_width
-
-    found = predict_generation(run, cluster, progress=progress)
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text(terminal_width()))
-    from hyper_parallel.report import page, perfetto
-
-    if trace is not None:
-        write("--trace", trace, perfetto(found.timeline))
-        click.echo(f"written: {trace} (passes that generate; open it at ui.perfetto.dev)", err=True)
-    if html is not None:
-        write(
-            "--html",
-            html,
-            page(found.timeline, f"{Path(given).stem}: passes that generate, on {cluster.name}"),
-        )
-        click.echo(f"written: {html}", err=True)
-
-
-def simulate_rl(
-    file: Path, overrides: tuple[str, ...], as_json: bool, progress: Callable[[str], None]
-) -> None:
-    """Print the simulated loops of a file."""
-    from hyper_parallel.config.rl_simulation import load_rl_simulation
-    from hyper_parallel.rl.simulator.run import compare
-
-    found = compare(load_rl_simulation(file, overrides), progress)
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text())

@@ -13,7 +13,7 @@ from hyper_parallel.cli.arguments import as_json
 
 
 @click.command(short_help="Prove that the strategy computes what one device computes.")
-@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.argument("file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--driver",
@@ -23,22 +23,9 @@ from hyper_parallel.cli.arguments import as_json
     help="local: all ranks in this one process. gloo: real worker processes, as training starts them. "
     "auto: gloo for a pipeline and for a model that one process cannot follow, else local.",
 )
-@click.option(
-    "--matrix",
-    is_flag=True,
-    help="No FILE: small models of every family under every strategy of the list.",
-)
-@click.option("--families", help="With --matrix: only these families, separated by commas.")
-@click.option("--out", type=click.Path(path_type=Path), help="With --matrix: write the page to this file.")
 @as_json
 def verify(
-    file: Path | None,
-    overrides: tuple[str, ...],
-    driver: Literal["auto", "local", "gloo"],
-    matrix: bool,
-    families: str | None,
-    out: Path | None,
-    as_json: bool,
+    file: Path, overrides: tuple[str, ...], driver: Literal["auto", "local", "gloo"], as_json: bool
 ) -> None:
     """Verify that FILE's strategy computes what one device computes.
 
@@ -53,23 +40,14 @@ def verify(
       hyper-parallel verify examples/quickstart.yaml
       hyper-parallel verify run.yaml --driver gloo
       hyper-parallel verify run.yaml strategy.axes.tensor=4 --json
-      hyper-parallel verify --matrix --families llama,gemma3
-      hyper-parallel verify --matrix --out docs/equivalence.md
 
     \b
     Exit codes:
       0    equal within the tolerances shown
       1    a mismatch
-      2    an error in the file or the data, reported in one line 130  interrupted
+      2    an error in the file or the data, reported in one line
+      130  interrupted
     """
-    if matrix:
-        if file is not None:
-            raise click.UsageError("--matrix takes no FILE; it brings its own models and strategies")
-        sys.exit(_matrix(families, out, as_json))
-    if file is None:
-        raise click.UsageError("give a run FILE, or --matrix")
-    if families or out:
-        raise click.UsageError("--families and --out belong to --matrix")
     from hyper_parallel import config
     from hyper_parallel.cli.hub_models import fetched
     from hyper_parallel.cli.preflight import check
@@ -95,32 +73,3 @@ def verify(
         report = verify_file(run, driver)
     click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table(width=terminal_width()))
     sys.exit(0 if report.ok else 1)
-
-
-def _matrix(families: str | None, out: Path | None, as_json: bool) -> int:
-    """Run the matrix; 0 when no cell is wrong."""
-    from dataclasses import asdict
-
-    from hyper_parallel.errors import ConfigError, nearest
-    from hyper_parallel.verify.families import FAMILIES
-    from hyper_parallel.verify.matrix import STRATEGIES
-
-    chosen = dict(FAMILIES)
-    if families:
-        for name in families.split(","):
-            if name not in FAMILIES:
-                raise ConfigError(f"--families: there is no {name!r}{nearest(name, FAMILIES)}")
-        chosen = {name: FAMILIES[name] for name in families.split(",")}
-    from hyper_parallel.verify.matrix import Cell, markdown, run_matrix
-
-    def told(cell: Cell) -> None:
-        worst = f"{cell.error:.1e}" if cell.status == "right" else cell.detail
-        click.echo(f"{cell.status:8} {cell.family:14} {cell.strategy}: {worst}", err=True)
-
-    cells = run_matrix(chosen, STRATEGIES, told)
-    command = "hyper-parallel verify --matrix" + (f" --families {families}" if families else "")
-    page = markdown(cells, command)
-    if out is not None:
-        out.write_text(page)
-    click.echo(json.dumps([asdict(cell) for cell in cells], indent=1) if as_json else page)
-    return 1 if any(cell.status == "wrong" for cell in cells) else 0

@@ -70,6 +70,20 @@ def fully_sharded(module: nn.Module) -> bool:
     return any(isinstance(inner, FSDPModule) for inner in module.modules())
 
 
+def _fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    return (inner for inner in module.modules() if isinstance(inner, FSDPModule))
+
+
+def _groups(module: nn.Module) -> Iterator[Any]:
+    """The parameter groups of all fully sharded modules in a module."""
+    return (group for inner in _fsdp_modules(module) for group in groups_of(inner))
+
+
+def _parameters(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's record of each parameter of these groups."""
+    return (parameter for group in _groups(module) for parameter in group.fsdp_params)
+
+
 def begin_micro_batch(module: nn.Module, *, last: bool, keep_parameters: bool, keep_gradients: bool) -> None:
     """What the next backward pass leaves behind; `last` is the one before the optimizer's update.
 
@@ -77,52 +91,33 @@ def begin_micro_batch(module: nn.Module, *, last: bool, keep_parameters: bool, k
     and are reduced then only. Else each backward pass scatters its gradients over the shards; over the copies of a
     shard (HSDP) they are summed in the last.
     """
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.set_requires_gradient_sync(last or not keep_gradients, recurse=False)
-            inner.set_requires_all_reduce(last, recurse=False)
-            inner.set_reshard_after_backward(last or not keep_parameters, recurse=False)
-            inner.set_is_last_backward(last)
+    for inner in _fsdp_modules(module):
+        inner.set_requires_gradient_sync(last or not keep_gradients, recurse=False)
+        inner.set_requires_all_reduce(last, recurse=False)
+        inner.set_reshard_after_backward(last or not keep_parameters, recurse=False)
+        inner.set_is_last_backward(last)
 
 
 def gradients_are_whole(module: nn.Module) -> bool:
     """Whether a backward pass that has just ended reduced gradients over all ranks, as the last of a step does."""
-    return all(
-        group.reduce_grads and group.all_reduce_grads
-        for inner in module.modules()
-        if isinstance(inner, FSDPModule)
-        for group in groups_of(inner)
-    )
+    return all(group.reduce_grads and group.all_reduce_grads for group in _groups(module))
 
 
 def shards(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name to FSDP2's shard of a parameter, also while modules have the gathered one; after a first forward pass."""
-    return {
-        one._param_fqn: one.sharded_param
-        for inner in module.modules()
-        if isinstance(inner, FSDPModule)
-        for group in groups_of(inner)
-        for one in group.fsdp_params
-    }
+    return {parameter._param_fqn: parameter.sharded_param for parameter in _parameters(module)}
 
 
 def hooked_shards(module: nn.Module) -> dict[int, list[Callable[[torch.Tensor], torch.Tensor | None]]]:
     """Identity of FSDP2's shard of a parameter to the hooks of its gradient, which FSDP2 sets without calling them."""
-    return {
-        id(one.sharded_param): [*one.sharded_param._backward_hooks.values()]
-        for inner in module.modules()
-        if isinstance(inner, FSDPModule)
-        for group in groups_of(inner)
-        for one in group.fsdp_params
-        if one.sharded_param._backward_hooks
-    }
+    sharded = [parameter.sharded_param for parameter in _parameters(module)]
+    return {id(shard): [*shard._backward_hooks.values()] for shard in sharded if shard._backward_hooks}
 
 
 def free_gathered(module: nn.Module) -> None:
     """Give up gathered parameters that a forward pass without a backward pass left behind."""
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()
+    for inner in _fsdp_modules(module):
+        inner.reshard()
 
 
 _KEPT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -177,12 +172,10 @@ def keep_gathered_fresh(model: nn.Module) -> None:
 
 def _shards_of_gathered(module: nn.Module) -> list[nn.Parameter]:
     return [
-        one.sharded_param
-        for inner in module.modules()
-        if isinstance(inner, FSDPModule)
-        for group in groups_of(inner)
+        parameter.sharded_param
+        for group in _groups(module)
         if group.is_unsharded
-        for one in group.fsdp_params
+        for parameter in group.fsdp_params
     ]
 
 
@@ -208,11 +201,8 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Para
                     made[id(old)] = make(old)
                     vars(made[id(old)]).update(attributes_of(old))
                 owner._parameters[name] = made[id(old)]
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            for group in groups_of(inner):
-                for parameter in group.fsdp_params:
-                    parameter.reset_sharded_param()
+    for parameter in _parameters(module):
+        parameter.reset_sharded_param()
 
 
 def groups_of(module: FSDPModule) -> list:  # type: ignore[type-arg]

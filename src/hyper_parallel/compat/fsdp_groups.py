@@ -7,7 +7,7 @@ order of collectives is that of each rank's own code. Whoever has to know that o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -230,7 +230,10 @@ def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
 
 def after_backward(model: nn.Module, call: Callable[[], None]) -> None:
     """Call a function at the end of every backward pass, when FSDP2 has done all that it does."""
-    for state in _states(model):
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
         original = state._root_post_backward_final_callback
 
         def final(original: Callable[[], None] = original) -> None:
@@ -238,12 +241,6 @@ def after_backward(model: nn.Module, call: Callable[[], None]) -> None:
             call()
 
         state._root_post_backward_final_callback = final
-
-
-def _states(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield module._get_fsdp_state()
 
 
 class _Watched(dict[str, Any]):

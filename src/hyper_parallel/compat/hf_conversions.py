@@ -2,7 +2,8 @@
 
 Transformers' own code is run on tensors without values (`traced_tensors`): what `from_pretrained` makes of a folder's
 tensors, and what `save_pretrained` makes of a model's. Neither its mapping of names nor its operations are repeated
-here. These are interfaces of Transformers between its own modules, so that all uses of them are in this file.
+here. These are interfaces of Transformers between its own modules, so that all uses of them are in this file: also what
+its layers do while a step is captured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -168,24 +170,18 @@ def shared_names(model: nn.Module) -> dict[str, frozenset[str]]:
     return {name: frozenset(groups[id(tensor)]) for name, tensor in state.items()}
 
 
-class _Owner:
+def _owner() -> Any:
     """Transformers' functions, of whichever module the installed version has them in."""
-
-    def __init__(self) -> None:
+    try:
         from transformers import conversion_mapping, core_model_loading, modeling_utils
 
-        self.convert_and_load_state_dict_in_model: Any = (
-            core_model_loading.convert_and_load_state_dict_in_model
+        return SimpleNamespace(
+            convert_and_load_state_dict_in_model=core_model_loading.convert_and_load_state_dict_in_model,
+            revert_weight_conversion=core_model_loading.revert_weight_conversion,
+            get_model_conversion_mapping=conversion_mapping.get_model_conversion_mapping,
+            LoadStateDictConfig=modeling_utils.LoadStateDictConfig,
+            remove_tied_weights_from_state_dict=modeling_utils.remove_tied_weights_from_state_dict,
         )
-        self.revert_weight_conversion: Any = core_model_loading.revert_weight_conversion
-        self.get_model_conversion_mapping: Any = conversion_mapping.get_model_conversion_mapping
-        self.LoadStateDictConfig: Any = modeling_utils.LoadStateDictConfig
-        self.remove_tied_weights_from_state_dict: Any = modeling_utils.remove_tied_weights_from_state_dict
-
-
-def _owner() -> _Owner:
-    try:
-        return _Owner()
     except (ImportError, AttributeError) as error:
         import transformers
 
@@ -207,3 +203,42 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         bars._tqdm_active = active
+
+
+@contextlib.contextmanager
+def taken_for_real() -> Iterator[None]:
+    """Inside, Transformers takes fake tensors for real ones, so that it chooses the kernels that it chooses eagerly.
+
+    Else it builds a mask wherever one might be needed, which other attention kernels serve, with other last bits.
+    """
+    from transformers.utils import import_utils
+
+    known = import_utils.is_fake_tensor
+    import_utils.is_fake_tensor = lambda x: False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = known
+
+
+@contextlib.contextmanager
+def computed_once(model: nn.Module) -> Iterator[list[str]]:
+    """Inside, Transformers' layers that would be computed again in the backward pass are not; their names."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing and layer.training
+    }
+    known = {name: layer.__dict__.get("gradient_checkpointing") for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.gradient_checkpointing = False
+    try:
+        yield list(layers)
+    finally:
+        for name, layer in layers.items():
+            if known[name] is None:
+                del layer.gradient_checkpointing
+            else:
+                layer.gradient_checkpointing = known[name]

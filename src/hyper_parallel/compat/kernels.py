@@ -7,6 +7,7 @@ step. The operators are private to PyTorch; their signatures are those of ATen's
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,50 +18,68 @@ _aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Kernel(ABC):
-    """Attention of queries [B, H, S, D] to a block of keys and values [B, K, T, D], K dividing H.
+class Block(NamedTuple):
+    """Queries [B, H, S, D] and a block of keys and values [B, K, T, D], K dividing H, and how they attend."""
 
-    `mask` is bool [B or 1, 1, S, T], True where seen; `causal` is for S = T, from the upper left corner.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    """bool [B or 1, 1, S, T], True where seen."""
+    causal: bool
+    """For S = T, from the upper left corner."""
+    scale: float
+
+
+class Kernel(ABC):
+    """Attention to a block of keys.
+
+    Kernels want keys and values of one size, a multiple of `_multiple`: they are given padded with zeros, which changes
+    no score.
     """
 
-    @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    _multiple = 8
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """(output [B, H, S, D], natural log-sum-exp [B, H, S]); 0 and -inf where nothing is seen."""
+        out, lse = self._forward(self._padded(block))
+        return out[..., : block.v.size(-1)], lse
+
+    def backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients:
+        """The block's part of the gradients; `out` and `lse` are those of all blocks, +inf where nothing is seen."""
+        padded = self._padded(block)
+        size = padded.q.size(-1)
+        dq, dk, dv = self._backward(_fit(gradient, size), padded, _fit(out, size), lse)
+        return dq[..., : block.q.size(-1)], dk[..., : block.k.size(-1)], dv[..., : block.v.size(-1)]
+
+    def _padded(self, block: Block) -> Block:
+        size = -(-max(block.q.size(-1), block.v.size(-1)) // self._multiple) * self._multiple
+        return block._replace(q=_fit(block.q, size), k=_fit(block.k, size), v=_fit(block.v, size))
 
     @abstractmethod
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
-        """The block's part of the gradients; `out` and `lse` are those of all blocks, +inf where nothing is seen."""
+    def _forward(self, block: Block) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients: ...
 
 
 def kernel_for(q: Tensor, v: Tensor, masked: bool) -> Kernel | None:
-    """The kernel for these queries and values, or None where only plain arithmetic is right.
-
-    Heads of keys and of values may differ in size: the smaller are padded with zeros, which changes no score.
-    """
+    """The kernel for these queries and values, or None where only plain arithmetic is right."""
     size = max(q.size(-1), v.size(-1))
     if q.device.type == "cpu":
         supported = q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        return _Padded(_FlashOnCpu(), 1) if supported else None
+        return _FlashOnCpu() if supported else None
     if q.device.type == "cuda":
         half = q.dtype in (torch.bfloat16, torch.float16)
         if half and not masked and size <= 256:
-            return _Padded(_Flash(), 8)
+            return _Flash()
         if half or q.dtype == torch.float32:
-            return _Padded(_Efficient(), 8)
+            return _Efficient()
     return None
+
+
+def _fit(x: Tensor, size: int) -> Tensor:
+    return x if x.size(-1) == size else pad(x, (0, size - x.size(-1)))
 
 
 def _bias(mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -78,65 +97,18 @@ def _nothing_where_unseen(out: Tensor, lse: Tensor, mask: Tensor | None) -> tupl
     return out.masked_fill(unseen.unsqueeze(-1), 0.0), lse.masked_fill(unseen, float("-inf"))
 
 
-class _Padded(Kernel):
-    """A kernel that wants keys and values of one size, a multiple of `multiple`."""
-
-    def __init__(self, kernel: Kernel, multiple: int) -> None:
-        self._kernel, self._multiple = kernel, multiple
-
-    def _fit(self, x: Tensor, size: int) -> Tensor:
-        return x if x.size(-1) == size else pad(x, (0, size - x.size(-1)))
-
-    def _size(self, q: Tensor, v: Tensor) -> int:
-        return -(-max(q.size(-1), v.size(-1)) // self._multiple) * self._multiple
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        size = self._size(q, v)
-        q_fit, k_fit, v_fit = (self._fit(x, size) for x in (q, k, v))
-        out, lse = self._kernel.forward(q_fit, k_fit, v_fit, mask, causal, scale)
-        return out[..., : v.size(-1)], lse
-
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
-        size = self._size(q, v)
-        gradient, out, q_fit, k_fit, v_fit = (self._fit(x, size) for x in (gradient, out, q, k, v))
-        dq, dk, dv = self._kernel.backward(gradient, q_fit, k_fit, v_fit, out, lse, mask, causal, scale)
-        return dq[..., : q.size(-1)], dk[..., : k.size(-1)], dv[..., : v.size(-1)]
-
-
 class _FlashOnCpu(Kernel):
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    _multiple = 1
+
+    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        q, k, v, mask, causal, scale = block
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
         )
         return _nothing_where_unseen(out, lse, mask)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def _backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, mask, causal, scale = block
         # The operator reads the log-sum-exp with the strides that its own forward gives it.
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -148,27 +120,18 @@ class _FlashOnCpu(Kernel):
 class _Flash(Kernel):
     """FlashAttention: half precision, no mask but the causal one; K may be less than H."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        q, k, v, mask, causal, scale = block
         assert mask is None, "flash attention takes no mask"
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def _backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, _, causal, scale = block
         # Without dropout the state of the generator is not read; it must only be there.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        lengths = None, None, q.size(2), k.size(2)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
             gradient,
             q,
@@ -176,14 +139,11 @@ class _Flash(Kernel):
             v,
             out,
             lse.float().contiguous(),
-            None,
-            None,
-            q.size(2),
-            k.size(2),
+            *lengths,
             0.0,
             causal,
             state,
-            torch.zeros((), dtype=torch.uint64, device=q.device),
+            offset,
             scale=scale,
         )
         return dq, dk, dv
@@ -197,9 +157,8 @@ class _Efficient(Kernel):
     _BIAS_MULTIPLE = 16
     """It reads the bias in vectors: rows begin at multiples of this many elements."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        q, k, v, mask, causal, scale = block
         groups = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
@@ -207,35 +166,15 @@ class _Efficient(Kernel):
         )
         return _nothing_where_unseen(out, lse[..., : q.size(2)], mask)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def _backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, mask, causal, scale = block
         groups = q.size(1) // k.size(1)
         repeated = [x.repeat_interleave(groups, 1) for x in (k, v)]
-        missing = -q.size(2) % self._LSE_MULTIPLE
-        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        lse = pad(lse.float(), (0, -q.size(2) % self._LSE_MULTIPLE), value=float("inf")).contiguous()
+        bias, state = self._aligned(mask, q), torch.zeros((), dtype=torch.int64, device=q.device)
+        needed = [True, True, True, False]
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            gradient,
-            q,
-            *repeated,
-            self._aligned(mask, q),
-            out,
-            pad(lse.float(), (0, missing), value=float("inf")).contiguous(),
-            state,
-            state,
-            0.0,
-            [True, True, True, False],
-            causal,
-            scale=scale,
+            gradient, q, *repeated, bias, out, lse, state, state, 0.0, needed, causal, scale=scale
         )
         shared = [x.unflatten(1, (k.size(1), groups)).sum(2) for x in (dk, dv)]
         return dq, shared[0], shared[1]

@@ -34,9 +34,9 @@ class ServedStore:
     port: int
 
 
-def serve_store(host: str, port: int = 0) -> ServedStore:
-    """Serve a store at one address of this machine; port 0 takes a free one. Raises OSError."""
-    listener = socket.create_server((host, port), backlog=1024)
+def serve_store(host: str) -> ServedStore:
+    """Serve a store at one address of this machine, at a free port. Raises OSError."""
+    listener = socket.create_server((host, 0), backlog=1024)
     taken = listener.getsockname()[1]
     store = c10d.TCPStore(
         host, taken, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.hub.hub_id import PREFIX, HubId, local_folder, parse_explicit
-from hyper_parallel.strategy.section import PathText, Section
+from hyper_parallel.strategy.section import PathText, PositiveInt, Section
 
 
 class HubData(Section):
@@ -86,9 +86,6 @@ def as_hub(entry: str | HubData, key: str) -> HubData | None:
         return entry
     found = parse_explicit(entry, key)
     return None if found is None else HubData(path=str(found))
-
-
-PositiveInt = Annotated[int, Field(ge=1)]
 
 
 BUILTIN = "builtin"

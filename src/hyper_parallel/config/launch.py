@@ -79,9 +79,9 @@ class Wording:
 
     stopping: str
     """What the workers do after a request to stop."""
-    safe: str
+    safe: str = "committed checkpoints are safe"
     """What is not lost when they are killed."""
-    resume: str
+    resume: str = "run the same command again: it continues from the last committed checkpoint"
     """How the run goes on after a failure."""
     kept: str | None = None
     """What has the results when standard output is lost and the run goes on. None: the output is the result."""
@@ -127,11 +127,7 @@ class Launched(Protocol):
 class RoleLaunch(Section):
     """One group: its host object, its workers and their devices. The controller writes it, workers read it as JSON."""
 
-    wording: ClassVar = Wording(
-        stopping="the controller ends the workers",
-        safe="committed checkpoints are safe",
-        resume="run the same command again: it continues from the last committed checkpoint",
-    )
+    wording: ClassVar = Wording(stopping="the controller ends the workers")
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$", max_length=60)]
     """The group's name, in messages and in its logs' names."""

@@ -14,10 +14,9 @@ from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.rl_roles import RoleConfig, Roles
 from hyper_parallel.config.run import CheckpointConfig, Tracker
 from hyper_parallel.config.train import AdamWConfig, OptimizerConfig, ScheduleConfig, with_a_name
-from hyper_parallel.strategy.section import PathText, Section
+from hyper_parallel.strategy.section import NonNegative, PathText, Section
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Algorithm = Literal["grpo", "dapo", "rloo", "reinforce++", "ppo"]
 Normalization = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
@@ -287,10 +286,7 @@ class RLConfig(Section):
     }
 
     wording: ClassVar = Wording(
-        stopping="the step under way ends and is saved",
-        safe="committed checkpoints are safe",
-        resume="run the same command again: it continues from the last committed checkpoint",
-        kept="'out' has its metrics and logs",
+        stopping="the step under way ends and is saved", kept="'out' has its metrics and logs"
     )
 
     version: Literal[1]

@@ -88,10 +88,7 @@ class RunConfig(Section):
     """One run file: the model, the data, the training, the strategy, the workers and the run's folder."""
 
     wording: ClassVar = Wording(
-        stopping="the workers finish their step and save",
-        safe="committed checkpoints are safe",
-        resume="run the same command again: it continues from the last committed checkpoint",
-        kept="'out' has its metrics and logs",
+        stopping="the workers finish their step and save", kept="'out' has its metrics and logs"
     )
 
     version: Literal[1]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 from hyper_parallel.report.sheets import Sheet
@@ -21,11 +22,8 @@ def asset(name: str) -> str:
 
 
 def filled(template: str, slots: Mapping[str, str]) -> str:
-    """A template of `assets/` with its {{slots}} filled in."""
-    parts = asset(template).split("{{")
-    return parts[0] + "".join(
-        slots[name] + rest for name, rest in (part.split("}}", 1) for part in parts[1:])
-    )
+    """A template of `assets/` with its ${slots} filled in."""
+    return Template(asset(template)).substitute(slots)
 
 
 def embedded(data: Any) -> str:
@@ -124,10 +122,11 @@ def gantt(timeline: Timeline) -> str:
     scale = (width - LEFT - 10) / timeline.step if timeline.step else 0.0
     height = TOP + ROW * len(names) + 8
     rows = "".join("".join(_row(timeline, name, at, scale)) for at, name in enumerate(names))
+    drawn = {task[1] for span in tasks for task in _tasks(span)}
     legend = "".join(
         f'<span><i class="{kind}"></i>{word}</span>'
         for kind, word in (
-            *((_class_of(letter), word) for letter, word in _WORDS.items() if _has(tasks, letter)),
+            *((f"task-{letter.lower()}", word) for letter, word in _WORDS.items() if letter in drawn),
             ("other", "gathers, reductions, update"),
             *((f"idle-{cause}", f"bubble: {cause}") for cause in _CAUSES),
         )
@@ -173,7 +172,7 @@ def _task(span: Span, found: re.Match[str], top: int, scale: float, place: int, 
     )
     if count > 1:
         told += f", together with {span.op.name.split(PAIRED)[1 - place]}"
-    yield rect(_class_of(letter), span.start, span.end, top, scale, told, place, count)
+    yield rect(f"task-{letter.lower()}", span.start, span.end, top, scale, told, place, count)
     if (span.end - span.start) * scale >= 5 + 6 * len(micro_batch):
         middle = LEFT + (span.start + span.end) / 2 * scale
         down = 18 if count == 1 else 12 + 12 * place
@@ -200,14 +199,6 @@ def _axis(step: float, scale: float, height: int) -> Iterator[str]:
         yield f'<line x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{height}"/>'
         anchor = "end" if part == 4 else "middle" if part else "start"
         yield f'<text class="tick" x="{x:.1f}" y="12" style="text-anchor:{anchor}">{format_duration(at)}</text>'
-
-
-def _class_of(letter: str) -> str:
-    return f"task-{letter.lower()}"
-
-
-def _has(tasks: list[Span], letter: str) -> bool:
-    return any(one[1] == letter for span in tasks for one in _tasks(span))
 
 
 # Gantt chart of a step of unlike parts: a row for each device group, its work, and its bubbles by cause.

@@ -49,7 +49,9 @@ def page(
             f'<p class="verdict">{badge(word(one))} {escape(_behind(word(one), verdict(one)))}</p>'
             for one in shown
         ),
-        "headings": "".join(f"<p>{badge(one.word)} {escape(_behind_badge(one))}</p>" for one in shown),
+        "headings": "".join(
+            f"<p>{badge(one.word)} {escape(heading(one).removeprefix(one.word + ' '))}</p>" for one in shown
+        ),
         "facts": _facts(shown, facts if pipeline is None else task_facts),
         "pipeline": "".join(map(gantt, shown)) if pipeline else "",
         "timelines": "".join(_frame(number, one) for number, one in enumerate(shown)),
@@ -65,10 +67,6 @@ def _behind(word: str, sentence: str) -> str:
     """A sentence that begins with a word and a colon, without them."""
     told = sentence.removeprefix(f"{word}: ")
     return told[:1].upper() + told[1:]
-
-
-def _behind_badge(timeline: Timeline) -> str:
-    return heading(timeline).removeprefix(f"{timeline.word} ")
 
 
 def _told_apart(shown: Sequence[Timeline]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hyper_parallel.report.sheets import Sheet
@@ -163,35 +163,8 @@ class PipelineFigures:
             "ends": self.ends,
             "bubble": {name: self.share(name) for name in ("bubble", "fill", "waiting", "drain")},
             "slowest_group": self.slowest.group,
-            "groups": [
-                {
-                    "group": one.group,
-                    "ranks": one.ranks,
-                    "stages": list(one.stages),
-                    "computing": one.computing,
-                    "fill": one.fill,
-                    "waiting": one.waiting,
-                    "drain": one.drain,
-                    "in_flight": one.in_flight,
-                    "resident": one.resident,
-                    "peak": one.peak,
-                }
-                for one in self.groups
-            ],
-            "stages": [
-                {
-                    "stage": one.stage,
-                    "group": one.group,
-                    "layers": one.layers,
-                    "forward": one.forward,
-                    "input": one.input,
-                    "weight": one.weight,
-                    "exposed": one.exposed,
-                    "saved": one.saved,
-                    "sent": one.sent,
-                }
-                for one in self.stages
-            ],
+            "groups": [asdict(group) for group in self.groups],
+            "stages": [asdict(stage) for stage in self.stages],
         }
 
 

@@ -61,46 +61,29 @@ def heading(timeline: Timeline) -> str:
 def facts(timeline: Timeline) -> list[Fact]:
     """The main figures."""
     masked, step = timeline.masked, timeline.step
+    exposed = f"{_percent(_part(timeline.exposed, step))} of the step: nothing is computed, and only a collective runs"
+    blocked, alone = (
+        "1 − exposed / time in which collectives run",
+        "(T_comp + T_comm − step) / T_comm, each alone",
+    )
+    computing = _percent(_part(timeline.computing, step))
     found = [Fact("step", format_duration(step), f"{timeline.word} seconds of the whole step")]
     if timeline.mfu is not None:
         found.append(Fact("MFU", _percent(timeline.mfu), "model FLOPs / (step · ranks · peak FLOP/s)"))
-    found.append(
-        Fact(
-            "computing",
-            _percent(_part(timeline.computing, step)),
-            "of the step, a kernel runs; mean of all ranks",
-        )
-    )
-    found.append(
-        Fact(
-            "exposed communication",
-            format_duration(timeline.exposed),
-            f"{_percent(_part(timeline.exposed, step))} of the step: nothing is computed, and only a collective runs",
-        )
-    )
-    found.append(
-        Fact(
-            "masked, by blocked time", _percent(masked.blocked), "1 − exposed / time in which collectives run"
-        )
-    )
-    found.append(
-        Fact(
-            "masked, end to end", _percent(masked.end_to_end), "(T_comp + T_comm − step) / T_comm, each alone"
-        )
-    )
+    found += [
+        Fact("computing", computing, "of the step, a kernel runs; mean of all ranks"),
+        Fact("exposed communication", format_duration(timeline.exposed), exposed),
+        Fact("masked, by blocked time", _percent(masked.blocked), blocked),
+        Fact("masked, end to end", _percent(masked.end_to_end), alone),
+    ]
     for tier in timeline.trace.tiers:
         peak = timeline.peak_in(tier)
         has = timeline.capacity.get(tier)
         of = f" of {format_bytes(has)} ({_percent(peak.bytes / has)})" if has else ""
         if has and peak.bytes > has:
             of += ": it does not fit"
-        found.append(
-            Fact(
-                f"peak of {tier} memory",
-                format_bytes(peak.bytes),
-                f"on rank {peak.rank} at {format_duration(peak.time)}{of}",
-            )
-        )
+        place = f"on rank {peak.rank} at {format_duration(peak.time)}{of}"
+        found.append(Fact(f"peak of {tier} memory", format_bytes(peak.bytes), place))
     return found
 
 

@@ -171,9 +171,10 @@ def recomputed_layers(memory: Memory, counts: Sequence[int]) -> list[int]:
     if isinstance(asked, int):
         asked = [asked] * len(counts)
     if len(asked) != len(counts):
+        stages = "1 stage (no pipeline)" if len(counts) == 1 else f"{len(counts)} stages"
         raise StrategyError(
-            f"memory.recompute_layers: {asked} has {len(asked)} numbers, and the run has {_stages(counts)}; give one "
-            "number for each stage, or a single number for all of them"
+            f"memory.recompute_layers: {asked} has {len(asked)} numbers, and the run has {stages}; give one number "
+            "for each stage, or a single number for all of them"
         )
     if max(asked, default=0) > most:
         has = "the model has" if len(counts) == 1 else "the largest stage has"
@@ -187,10 +188,6 @@ def recomputed_layers(memory: Memory, counts: Sequence[int]) -> list[int]:
         found += range(first, first + min(count, again))
         first += count
     return found
-
-
-def _stages(counts: Sequence[int]) -> str:
-    return "1 stage (no pipeline)" if len(counts) == 1 else f"{len(counts)} stages"
 
 
 # `memory` section of generation: the budget of the device, and the tiers for what does not fit.

@@ -10,6 +10,7 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     ConfigDict,
+    Field,
     ModelWrapValidatorHandler,
     ValidationError,
     model_validator,
@@ -30,15 +31,16 @@ def _one_line(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_one_line)]
 """The path of a file or folder."""
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
 _MOST_HINTS = 50
 
 
 class Section(BaseModel):
-    """A section of a file. Keys in ``reserved`` have no engine yet and are refused by name."""
+    """A section of a file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    reserved: ClassVar[Mapping[str, str]] = {}
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Keys of other tools, and keys of another section, with what to write in their place."""
 
@@ -72,9 +74,10 @@ class Section(BaseModel):
                     repr(detail["loc"][-1]) in h for h in unknown.values()
                 ):
                     continue
+                context = {**detail.get("ctx", {}), "told": detail["msg"]}
                 problems.append(
                     {
-                        "type": PydanticCustomError(detail["type"], "{told}", _context(detail)),
+                        "type": PydanticCustomError(detail["type"], "{told}", context),
                         "loc": detail["loc"],
                         "input": detail["input"],
                     }
@@ -83,19 +86,13 @@ class Section(BaseModel):
 
     @classmethod
     def _hint(cls, key: str, known: set[str]) -> str:
-        if key in cls.reserved:
-            return f"not built yet: {cls.reserved[key]}; remove it from the file"
         if key in cls.elsewhere:
             return f"unknown key; {cls.elsewhere[key]}"
         written = [
             name for name in known if name not in cls.model_fields or not cls.model_fields[name].exclude
         ]
-        hint = nearest(key, [*written, *cls.reserved])
-        later = next(
-            (f" It is not built yet: {cls.reserved[name]}" for name in cls.reserved if repr(name) in hint),
-            "",
-        )
-        return "unknown key" + (hint + later or f"; the keys here are {', '.join(sorted(written))}")
+        hint = nearest(key, written) or f"; the keys here are {', '.join(sorted(written))}"
+        return f"unknown key{hint}"
 
 
 def keys_of(name: str, field: FieldInfo) -> list[str]:
@@ -103,7 +100,3 @@ def keys_of(name: str, field: FieldInfo) -> list[str]:
     if isinstance(field.validation_alias, AliasChoices):
         return [str(choice) for choice in field.validation_alias.choices]
     return [field.alias or name]
-
-
-def _context(detail: Any) -> dict[str, Any]:
-    return {**detail.get("ctx", {}), "told": detail["msg"]}

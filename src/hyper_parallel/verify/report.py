@@ -148,36 +148,34 @@ class Report:
         rows = tuple(
             (p.name, p.layout, f"{p.gradient:.1e}", f"{p.value:.1e}") for p in self.parameters[:worst]
         )
-        out = io.StringIO()
-        console = Console(file=out, width=width)
-        console.print(f"one device against {self.strategy}, {self.driver}", markup=False)
-        console.print(
-            sheet_text(Sheet("", ("", "one device", "strategy", "error"), numbers), width), markup=False
-        )
-        console.print(
-            f"the worst of {len(self.parameters)} parameters, errors relative to the largest element"
-        )
-        console.print(sheet_text(Sheet("", columns, rows, left=2), width), markup=False)
+        lines = [
+            f"one device against {self.strategy}, {self.driver}",
+            sheet_text(Sheet("", ("", "one device", "strategy", "error"), numbers), width),
+            f"the worst of {len(self.parameters)} parameters, errors relative to the largest element",
+            sheet_text(Sheet("", columns, rows, left=2), width),
+        ]
         if self.owner:
-            console.print(f"one device against the model's own code: {self.owner}", markup=False)
-        if self.ok:
-            limits = f"{TOLERANCE[self.dtype]:.0e} of each gradient, {UPDATE_TOLERANCE[self.dtype]:.0e} of each update"
-            if self.float64 is None:
-                console.print(f"right: {len(self.parameters)} parameters within {limits}")
-            else:
-                console.print(f"right: {self._exactly()}")
-                console.print(
-                    f"{len(self.off)} differences are more than {limits}, and no more than {ROUNDINGS} times what one "
-                    "device is off its own step in float64: they are rounding"
-                )
+            lines.append(f"one device against the model's own code: {self.owner}")
+        limits = (
+            f"{TOLERANCE[self.dtype]:.0e} of each gradient, {UPDATE_TOLERANCE[self.dtype]:.0e} of each update"
+        )
+        if self.ok and self.float64 is None:
+            lines.append(f"right: {len(self.parameters)} parameters within {limits}")
+        elif self.ok:
+            lines += [
+                f"right: {self._exactly()}",
+                f"{len(self.off)} differences are more than {limits}, and no more than {ROUNDINGS} times what one "
+                "device is off its own step in float64: they are rounding",
+            ]
         else:
-            console.print(f"WRONG in {len(self.failures)} places:")
-            for failure in self.failures[:worst]:
-                console.print(f"  {failure}", markup=False)
+            lines.append(f"WRONG in {len(self.failures)} places:")
+            lines += [f"  {failure}" for failure in self.failures[:worst]]
             if self.float64 is not None and self.float64.ok:
-                console.print(f"but {self._exactly()}: the mistake is one of precision")
+                lines.append(f"but {self._exactly()}: the mistake is one of precision")
             if self.undecided:
-                console.print(f"not compared in float64: {self.undecided}", markup=False)
+                lines.append(f"not compared in float64: {self.undecided}")
+        out = io.StringIO()
+        Console(file=out, width=width).print("\n".join(lines), markup=False)
         return out.getvalue()
 
     def _exactly(self) -> str:

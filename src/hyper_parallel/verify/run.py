@@ -28,15 +28,16 @@ from hyper_parallel.step.build import compared_with_owner, fill_model, transform
 from hyper_parallel.step.owner import Prepared
 from hyper_parallel.step.pipeline_build import build_pipeline
 from hyper_parallel.strategy import Precision, Strategy, recomputes
-from hyper_parallel.verify.families import has_experts
 from hyper_parallel.verify.report import Report, compare, decided_in_float64, joined
 from hyper_parallel.verify.step import (
     StepOutcome,
     Tensors,
+    has_experts,
     pipeline_in_process,
     rows_to_verify,
     run_pipeline_step,
     run_step,
+    unchecked,
 )
 
 Driver = Literal["auto", "local", "gloo"]
@@ -173,9 +174,7 @@ def against_pipeline(
     device: torch.device | str = "cpu",
 ) -> Report:
     """The same for a pipeline: each rank compares what its stages hold, and all have the report of all."""
-    # The report shows errors parameter by parameter instead of a refusal.
-    unchecked = config.strategy.model_copy(update={"check": False})
-    config = config.model_copy(update={"strategy": unchecked})
+    config = unchecked(config)
     without_values = any(parameter.is_meta for parameter in model.parameters())
     built = build_pipeline(config, model, True, device)
     if without_values:
@@ -330,8 +329,8 @@ def step_of(
     as of `run_step`."""
     without_values = any(parameter.is_meta for parameter in model.parameters())
     # The report shows errors parameter by parameter instead of a refusal.
-    unchecked = strategy.model_copy(update={"check": False})
-    parallelize(model, unchecked, lowering=lowering, alone=strategy.axes.world == 1)
+    shown = strategy.model_copy(update={"check": False})
+    parallelize(model, shown, lowering=lowering, alone=strategy.axes.world == 1)
     if without_values:
         fill_model(model, config, device)
     return run_step(model.train(), config, batch, update_from, data=data)

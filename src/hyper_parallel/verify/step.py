@@ -21,16 +21,17 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, TrainingData
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.runtime.rank_transfers import MemoryTransfers, memory_channels
-from hyper_parallel.shard import ShardedModel, ShardedParameter, sharded
+from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
 from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch, share_of
 from hyper_parallel.step.build import fill_model
 from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
-from hyper_parallel.verify.families import has_experts
 
 Tensors = dict[str, torch.Tensor]
+EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+"""Config keys for the number of experts in a layer."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class StepOutcome:
     values: Tensors
     """Values after clipping and the optimizer's update."""
     layouts: dict[str, str]
+
+
+def has_experts(model: object) -> bool:
+    """Whether a Transformers config describes mixture-of-experts layers."""
+    return any(getattr(model, key, None) for key in EXPERT_COUNTS)
 
 
 def rows_to_verify(config: RunConfig, text: TrainingData) -> Tensors:
@@ -83,12 +89,20 @@ def run_step(
     for micro in range(share // count):
         loss = loss + _micro_batch(model, handle, config, whole, tokens, micro, count, data)
     loss = handle.all_reduce(loss, LOSS_AXES)
-    norm = handle.grad_norm()
-    parameters = handle.parameters()
+    return _updated(model, config, loss, update_from)
+
+
+def _updated(
+    model: nn.Module, config: RunConfig, loss: torch.Tensor, update_from: Tensors | None
+) -> StepOutcome:
+    """The outcome of the rest of a step, once gradients are accumulated: their norm, clipping and the update."""
+    handle = sharded(model)
+    norm, parameters = handle.grad_norm(), handle.owned()
+    # Copies: what is not sharded is the parameter's own memory, which the update goes on to change.
     gradients = {p.name: agreed(handle.gather(p.grad, p.layout)) for p in parameters if p.grad is not None}
-    if update_from is not None:
-        for parameter in parameters:
-            replace_gradient(handle, parameter, update_from)
+    for p in parameters:
+        if p.grad is not None and update_from is not None and p.name in update_from:
+            p.grad.copy_(handle.cut(update_from[p.name], p.layout))
     optimizer = build_optimizer(model, config.train.optimizer)
     if config.train.clip is not None:
         handle.clip(handle.grad_norm(), config.train.clip)
@@ -147,13 +161,6 @@ def inputs_of(rows: Tensors) -> Tensors:
     return inputs
 
 
-def replace_gradient(handle: ShardedModel, parameter: ShardedParameter, whole: Tensors) -> None:
-    """Write this rank's piece of a whole gradient over the parameter's own; nothing where either is missing."""
-    gradient = parameter.grad
-    if gradient is not None and parameter.name in whole:
-        gradient.copy_(handle.cut(whole[parameter.name], parameter.layout))
-
-
 def pipeline_batch(model: nn.Module, config: RunConfig, whole: Tensors) -> StepBatch:
     """This rank's share of the rows `whole`, int64 [B, S] tensors, in micro-batches."""
     rows = whole["input_ids"].size(0)
@@ -187,19 +194,7 @@ def run_pipeline_step(
     batch = pipeline_batch(model, config, whole)
     loss = pipeline.train(batch, valid_tokens(whole["labels"]).float())
     loss = handle.over_all_ranks(loss * handle.axes.speaks(LOSS_AXES, handle.rank))
-    norm = handle.grad_norm()
-    owned = handle.owned()
-    # Copies: what is not sharded is the parameter's own memory, which the update goes on to change.
-    gradients = {p.name: agreed(handle.gather(p.grad, p.layout)) for p in owned if p.grad is not None}
-    for parameter in owned if update_from is not None else ():
-        replace_gradient(handle, parameter, update_from or {})
-    optimizer = build_optimizer(model, config.train.optimizer)
-    if config.train.clip is not None:
-        handle.clip(handle.grad_norm(), config.train.clip)
-    optimizer.step(1.0)
-    values = {p.name: agreed(handle.gather(p.local, p.layout)) for p in owned}
-    layouts = {p.name: str(p.layout) for p in owned}
-    return StepOutcome(float(loss), float(norm), gradients, values, layouts)
+    return _updated(model, config, loss, update_from)
 
 
 def merged(outcomes: Iterable[StepOutcome]) -> StepOutcome:
@@ -225,6 +220,11 @@ def merged(outcomes: Iterable[StepOutcome]) -> StepOutcome:
 # update.
 
 
+def unchecked(config: RunConfig) -> RunConfig:
+    """The run without the check of gradients: the report shows errors by parameter instead of a refusal."""
+    return config.model_copy(update={"strategy": config.strategy.model_copy(update={"check": False})})
+
+
 def pipeline_in_process(
     config: RunConfig, model: nn.Module, batch: Tensors, update_from: Tensors | None = None
 ) -> StepOutcome:
@@ -232,9 +232,7 @@ def pipeline_in_process(
 
     Raises what a run with this file would raise.
     """
-    # The report shows errors parameter by parameter instead of a refusal.
-    unchecked = config.strategy.model_copy(update={"check": False})
-    config = config.model_copy(update={"strategy": unchecked})
+    config = unchecked(config)
     world = config.strategy.axes.world
     ranks, channels = ThreadRanks(world), memory_channels(world)
     built = []

@@ -4,7 +4,7 @@
 converted, each with the reason. Every key of the JSON is in one of the two.
 """
 
-from hyper_parallel.config.from_deepspeed.convert import convert, read
-from hyper_parallel.config.from_deepspeed.source import Conversion, Setting, Unconverted
+from hyper_parallel.config.from_deepspeed.convert import convert
+from hyper_parallel.config.from_deepspeed.source import Conversion, Setting, Unconverted, read
 
 __all__ = ["Conversion", "Setting", "Unconverted", "convert", "read"]

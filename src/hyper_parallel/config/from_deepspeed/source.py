@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config import yaml12
-from hyper_parallel.config.from_deepspeed.reasons import reason
+from hyper_parallel.config.from_deepspeed.keys import reason
 from hyper_parallel.config.schema import merge, nest
 from hyper_parallel.errors import ConfigError, nearest
-from hyper_parallel.untrusted import printable
+from hyper_parallel.untrusted import open_regular, parse_json, printable, read_bytes
 
-AUTO = "auto"
+AUTO, DEFAULT = "auto", "DeepSpeed's default"
+LARGEST = 2**20
+"""Upper limit for the bytes of a DeepSpeed JSON."""
 ARGUMENTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -38,6 +41,31 @@ ARGUMENTS: Mapping[str, Any] = {
 """Transformers' training arguments that fill `auto`, with Transformers' defaults."""
 
 
+def read(path: str | Path) -> dict[str, Any]:
+    """The object in a DeepSpeed JSON. Raises ConfigError, also where a key stands twice."""
+    try:
+        data = read_bytes(open_regular(path), LARGEST)
+        content = parse_json(data)
+        if not isinstance(content, dict):
+            raise ValueError(f"must be an object, as in {{...}}; got a {type(content).__name__}")
+        return dict(json.loads(data, object_pairs_hook=_once))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give the JSON of deepspeed --deepspeed_config") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice in one object; remove one")
+    return content
+
+
 class Source:
     """A DeepSpeed JSON while it is converted. Readers raise ConfigError for a value of another kind."""
 
@@ -47,7 +75,7 @@ class Source:
         self._arguments = _read_arguments(arguments)
         self._unused = set(self._arguments)
         self._settings: dict[str, Setting] = {}
-        self._reasons: dict[Path, str] = {}
+        self._reasons: dict[KeyPath, str] = {}
 
     def value(self, key: str) -> Any:
         """The value of a dotted key, or None where it is left out (or null)."""
@@ -60,13 +88,6 @@ class Source:
                 raise self.error(".".join(parts[:depth]), "must be an object {...}", found)
             found = found.get(part)
         return found
-
-    def section(self, key: str) -> Mapping[str, Any]:
-        """The section under a dotted key, empty where it is left out."""
-        found = self.value(key)
-        if found is None or isinstance(found, Mapping):
-            return found or {}
-        raise self.error(key, "must be an object {...}", found)
 
     def whole(self, key: str, least: int = 1) -> int | None:
         """A whole number of at least `least`; 1e3 counts as one. None where the key is left out, or is `auto`."""
@@ -111,12 +132,24 @@ class Source:
         self._unused.discard(argument)
         return self._arguments.get(argument)
 
-    def filled(self, argument: str) -> tuple[Any, str]:
-        """The value that replaces `auto`, and its origin in words."""
-        found = self.given(argument)
-        if found is not None:
-            return found, f"filled with {argument}={found}"
-        return ARGUMENTS[argument], f"Transformers' default of {argument}, check it"
+    def origin(
+        self, key: str, read: Callable[[str], Any], *arguments: str, default: Any = None
+    ) -> tuple[Any, str]:
+        """The value of a key, and where it comes from, in words, if the file does not say it.
+
+        `read`: one of the readers above. `arguments` fill `auto`, several of them as a list; `default` is DeepSpeed's
+        where the key is left out.
+        """
+        if arguments and self.is_auto(key):
+            given = {argument: self.given(argument) for argument in arguments}
+            values = [ARGUMENTS[name] if value is None else value for name, value in given.items()]
+            first = arguments[0]
+            words = f"filled with {first}={given[first]}"
+            if given[first] is None:
+                words = f"Transformers' default of {first}, check it"
+            return values if len(values) > 1 else values[0], words
+        value = read(key)
+        return (default, DEFAULT) if value is None and default is not None else (value, "")
 
     def write(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         """Record a setting of the run file; `sources`: dotted keys, of which those that are left out do not count."""
@@ -132,6 +165,14 @@ class Source:
     def leave(self, key: str, why: str) -> None:
         """Record that a key has no setting, and why."""
         self._reasons[tuple(key.split("."))] = why
+
+    def leave_kind(self, section: str, why: str) -> None:
+        """Record that a section's `type` and its parameters have no settings, and why."""
+        parameters = self.value(f"{section}.params")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise self.error(f"{section}.params", "must be an object {...}", parameters)
+        for key in ("type", *(f"params.{name}" for name in parameters or () if "." not in name)):
+            self.leave(f"{section}.{key}", why)
 
     def settings(self) -> tuple[Setting, ...]:
         """All settings, by section of the run file."""
@@ -158,7 +199,7 @@ class Source:
         return ConfigError(f"{self.name}: {shown(tuple(key.split('.')), got)}: {needed}")
 
 
-def _leaves(content: Any, above: Path) -> Iterator[tuple[Path, Any]]:
+def _leaves(content: Any, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """Every value that is no section, and every section without keys."""
     if isinstance(content, Mapping) and (content or not above):
         for key, value in content.items():
@@ -179,14 +220,15 @@ def _read_arguments(texts: Sequence[str]) -> dict[str, Any]:
         read, default = yaml12.parse(value, f"argument {text}", lines=False), ARGUMENTS[name]
         numeric = isinstance(read, int | float) and not isinstance(read, bool)
         right = {bool: isinstance(read, bool), int: type(read) is int, float: numeric}[type(default)]
-        if not right or (numeric and not 0 <= read < 2**63):
+        least = 1 if name in ("per_device_train_batch_size", "gradient_accumulation_steps") else 0
+        if not right or (numeric and not least <= read < 2**63):
             kind = {bool: "true or false", int: "a whole number", float: "a number"}[type(default)]
-            raise ConfigError(f"argument {text}: must be {kind}, not below 0")
+            raise ConfigError(f"argument {text}: must be {kind}, not below {least}")
         found[name] = read
     return found
 
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """The keys that lead to a value of the JSON, outer first."""
 _WIDTH = 36
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*|[0-9]+[KMGT]iB")
@@ -200,7 +242,7 @@ class Setting:
     key: str
     """Dotted, such as ``train.optimizer.lr``."""
     value: Any
-    sources: tuple[Path, ...]
+    sources: tuple[KeyPath, ...]
     """Keys of the JSON; none for a default of DeepSpeed that differs from ours."""
     comment: str
     """One line: the keys of the JSON with their values, and what differs."""
@@ -210,7 +252,7 @@ class Setting:
 class Unconverted:
     """A key of the JSON that has no setting, with the reason in one line."""
 
-    path: Path
+    path: KeyPath
     value: Any
     why: str
 
@@ -251,13 +293,18 @@ class Conversion:
         return "\n".join(lines) + "\n"
 
 
-def shown(path: Path, value: Any) -> str:
+def joined(*notes: str) -> str:
+    """Notes in one line, each once, without those that are empty."""
+    return "; ".join(dict.fromkeys(note for note in notes if note))
+
+
+def shown(path: KeyPath, value: Any) -> str:
     """``zero_optimization.stage = 2``, in printable characters, shortened."""
     text = json.dumps(value)
     return f"{printable('.'.join(path))[:120]} = {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _lines(section: Mapping[str, Any], above: Path, comments: Mapping[str, str]) -> Iterator[str]:
+def _lines(section: Mapping[str, Any], above: KeyPath, comments: Mapping[str, str]) -> Iterator[str]:
     indent = "  " * len(above)
     for key, value in section.items():
         if isinstance(value, Mapping):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from hyper_parallel.compat.dispatch import flatten, leaves_of, unflatten, without_autocast
 from hyper_parallel.compat.fake_tensors import fake_mode, faked
 from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
+from hyper_parallel.compat.hf_conversions import computed_once, taken_for_real
 from hyper_parallel.compat.memory import is_movable
-from hyper_parallel.compat.transformers_capture import computed_once, taken_for_real
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import Kind, StepGraph, capture, host, is_cache, phase, rewritten
 from hyper_parallel.graph.gradients import owned

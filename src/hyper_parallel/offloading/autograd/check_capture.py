@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hyper_parallel.compat import Backend
 from hyper_parallel.compat.dispatch import leaves_of, outside_modes, without_autocast
 from hyper_parallel.compat.fake_tensors import aliased
-from hyper_parallel.compat.transformers_capture import computed_once
+from hyper_parallel.compat.hf_conversions import computed_once
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph.capture_overrides import set_state
 from hyper_parallel.graph.capture_overrides import state_of as random_state_of

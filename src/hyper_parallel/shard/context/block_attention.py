@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hyper_parallel.compat.kernels import Gradients, Kernel, kernel_for
+from hyper_parallel.compat.kernels import Block, Gradients, Kernel, kernel_for
 from hyper_parallel.layout.layout import Interval
 from hyper_parallel.shard.context.plan import position_chunks
 
@@ -50,7 +50,7 @@ def attend(
     """
     kernel = _kernel(q, v, mask, softcap)
     if kernel is not None:
-        out, lse = kernel.forward(q, k, v, mask, causal, scale)
+        out, lse = kernel.forward(Block(q, k, v, mask, causal, scale))
         return out, lse.to(accumulation(q.dtype))
     scores, _ = _scores(q, k, mask, causal, scale, softcap)
     lse = scores.logsumexp(-1)
@@ -75,7 +75,7 @@ def attend_backward(
     lse = unseen_last(lse)
     kernel = _kernel(q, v, mask, softcap)
     if kernel is not None:
-        return kernel.backward(gradient, q, k, v, out, lse, mask, causal, scale)
+        return kernel.backward(gradient, Block(q, k, v, mask, causal, scale), out, lse)
     scores, bent = _scores(q, k, mask, causal, scale, softcap)
     weights = (scores - _by_group(lse, k).unsqueeze(-1)).exp()
     given, theirs = (_by_group(x.to(scores.dtype), k) for x in (gradient, out))

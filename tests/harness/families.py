@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.verify.step import EXPERT_COUNTS
+
 Fields = dict[str, Any]
 
 SHAPE: Fields = {
@@ -144,9 +146,6 @@ FAMILIES: dict[str, Fields] = {
 field.
 """
 
-EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-"""Config keys for the number of experts in a layer."""
-
 WITH_EXPERTS = frozenset(
     name for name, fields in FAMILIES.items() if any(fields.get(key) for key in EXPERT_COUNTS)
 )
@@ -154,8 +153,3 @@ WITH_EXPERTS = frozenset(
 
 WITH_IMAGES = frozenset({"qwen2.5-vl"})
 """The vision-language families; built by ``AutoModelForImageTextToText``."""
-
-
-def has_experts(model: object) -> bool:
-    """Whether a Transformers config describes mixture-of-experts layers."""
-    return any(getattr(model, key, None) for key in EXPERT_COUNTS)

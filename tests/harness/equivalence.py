@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from harness.families import WITH_EXPERTS
 from hyper_parallel.compat import local_tensor
 from hyper_parallel.config import RunConfig, from_dict
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.verify.families import WITH_EXPERTS
 from hyper_parallel.verify.report import Report
 from hyper_parallel.verify.run import against_simulated, alone, step_of
 from hyper_parallel.verify.step import StepOutcome, Tensors
