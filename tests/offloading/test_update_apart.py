@@ -44,7 +44,6 @@ from hyper_parallel.graph.step_context import Region
 from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.host_update_pass import can_run_on_host, latest, move_to_host
-from hyper_parallel.offloading.schedule.lower_bound import least_seconds
 from hyper_parallel.offloading.schedule.offload_pass import apply
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.schedule.solve import choose
@@ -181,17 +180,15 @@ def test_what_comes_back_waits_for_the_host() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
-def test_no_plan_is_below_the_bound(share: float) -> None:
-    pytest.importorskip("highspy")
+def test_a_step_waits_for_its_updates_on_the_host(share: float) -> None:
     step = _captured("llama")
     apart = move_to_host(step, latest(step, 1.0, 2**30), "host")
     slow = Rate(1e-6, 1.5e9)
     problem = build_problem(apart, Cluster.named("h100"), 0, (OffloadTier("host", 2**30, slow, slow, 1e9),))
     budget = int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
     problem = replace(problem, budget=budget)
-    least = least_seconds(problem, places=48)
-    assert least >= sum(update.seconds for update in problem.updates)
-    assert problem.starts[-1] <= least <= choose(problem, tries=1).seconds
+    host = sum(update.seconds for update in problem.updates)
+    assert max(host, problem.starts[-1]) <= choose(problem, tries=1).seconds
 
 
 def test_rules_that_moves_of_updates_obey() -> None:

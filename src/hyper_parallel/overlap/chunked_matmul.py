@@ -88,7 +88,6 @@ class Chunks:
     backward: Chunked = WHOLE
 
     name: str = "chunks"
-    requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset({"chunks"})
     conflicts: frozenset[str] = frozenset({SCHEDULE, "chunks"})
 
@@ -154,7 +153,6 @@ class _Gathers:
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:
-        """Nodes that leave the graph."""
         return (self.begin, *self.products)
 
     def divides(self, count: int) -> bool:
@@ -166,7 +164,6 @@ class _Gathers:
         return int(tensor_value(self.begin).shape[0]) // self.ranks
 
     def make(self, writer: GraphWriter, count: int) -> None:
-        """Put the pieces in its place."""
         source = self.begin.args[0]
         assert isinstance(source, fx.Node)
         rows = self._rows // count
@@ -228,7 +225,6 @@ class _Sends:
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:
-        """Nodes that leave the graph."""
         return (*self.tree, self.begin)
 
     def divides(self, count: int) -> bool:
@@ -236,7 +232,6 @@ class _Sends:
         return int(tensor_value(self.begin).shape[-1]) % count == 0
 
     def make(self, writer: GraphWriter, count: int) -> None:
-        """Put the pieces in its place."""
         columns = int(tensor_value(self.begin).shape[-1]) // count
         received = []
         for at in range(count):

@@ -75,7 +75,6 @@ class Layout:
         return other
 
     def count(self) -> None:
-        """Find the live bytes anew."""
         rows = self.rows
         absences = self.leave[rows], self.fetch[rows], -self.gaps.bytes[rows]
         self.live = LiveProfile(self.base).with_all(*absences)
@@ -91,7 +90,6 @@ class Layout:
         return self.gaps.stores(self.chosen.flags)
 
     def fits(self) -> bool:
-        """Whether the budget is met everywhere."""
         return self.live.peak <= self.budget
 
     def leave_at(self, row: int, place: int) -> None:
