@@ -155,7 +155,7 @@ class _Cut:
                 step.gradients[index] = step.gradients.pop(value.storage)
             with step.graph.inserting_after(last):
                 last = found[name] = step.graph.placeholder(f"total_{node.name}")
-            last.meta.update(node.meta, value=replace(value, storage=index))
+            last.meta.update(node.meta, value=value.in_storage(index))
         return found
 
     def apply(self, totals: Mapping[str, fx.Node]) -> dict[str, fx.Node]:

@@ -56,8 +56,8 @@ class GrowingGraph:
         self._regions: dict[tuple[Region, int], Region] = {}
         self._last_input: fx.Node | None = None
 
-    def add_input(self, entry: Input, node: fx.Node, value: Value) -> fx.Node:
-        """An input, like a placeholder of another graph but for its value; behind the inputs so far."""
+    def add_input(self, entry: Input, node: fx.Node, value: Any) -> fx.Node:
+        """An input, like a node of another graph but for its value; behind the inputs so far."""
         where = (
             contextlib.nullcontext()
             if self._last_input is None
@@ -168,8 +168,12 @@ class GraphWriter(GrowingGraph):
                 self.made[node] = self.add_input(entry, node, node.meta["value"])
         for node in self._whole.graph.nodes:
             if node.op == "get_attr" and node in used:
-                made = self.made[node] = self.graph.node_copy(node)
-                made.meta = dict(node.meta)
+                self.add_constant(node)
+
+    def add_constant(self, node: fx.Node) -> None:
+        """One of the whole graph's constants."""
+        made = self.made[node] = self.graph.node_copy(node)
+        made.meta = dict(node.meta)
 
     def given(self, node: fx.Node, name: str, kind: Kind, direction: Phase) -> None:
         """An input in place of a node that gives one tensor."""

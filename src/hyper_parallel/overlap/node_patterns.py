@@ -100,7 +100,7 @@ def tensor_value(node: Any) -> Value:
     return value
 
 
-class GraphWriter:
+class StepEditor:
     """Puts nodes into a graph with all that a node must know of itself."""
 
     def __init__(self, step: StepGraph) -> None:

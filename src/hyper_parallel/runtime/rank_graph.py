@@ -155,7 +155,7 @@ class RankWriter(InstructionLoop[fx.Node]):
         """Their sum, in memory of its own."""
         (value,) = values_of(one)
         index = self._whole.storage(value.elements * value.dtype.itemsize, value.device)
-        return self._whole.call(_ADD, (one, other), one.meta["region"], replace(value, storage=index))
+        return self._whole.call(_ADD, (one, other), one.meta["region"], value.in_storage(index))
 
     def zeros(self, like: Value) -> fx.Node:
         """Zeros of this shape."""
