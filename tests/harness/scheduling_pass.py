@@ -32,7 +32,6 @@ class Schedule:
     sizes: Mapping[Any, int] = field(default_factory=dict)
 
     name: str = "schedule"
-    requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset({SCHEDULE})
     conflicts: frozenset[str] = frozenset()
 

@@ -9,7 +9,6 @@ import pytest
 from harness.exact_milp import Asked, Exact
 from harness.exact_plans import long_run, plans
 from harness.memory_problems import drawn, under
-from hyper_parallel.offloading.schedule.lower_bound import least_seconds
 from hyper_parallel.offloading.schedule.problem import Problem
 from hyper_parallel.offloading.schedule.solve import choose
 
@@ -32,7 +31,7 @@ def tiny(seed: int) -> Problem:
 
 
 def test_proves_the_best_of_all_plans_of_tiny_problems() -> None:
-    met = looser = 0
+    met = 0
     for problem in map(tiny, range(60)):
         try:
             found = [long_run(problem, moves) for moves in plans(problem, most=2000)]
@@ -44,8 +43,7 @@ def test_proves_the_best_of_all_plans_of_tiny_problems() -> None:
         assert proved.bound <= min(found) * (1 + ROUNDING)
         assert proved.closed and proved.bound == pytest.approx(proved.seconds, rel=ROUNDING)
         met += proved.bound >= min(found) * (1 - ROUNDING)
-        looser += least_seconds(problem, places=problem.nodes) < 0.95 * min(found)
-    assert met >= 8 and looser >= 3
+    assert met >= 8
 
 
 def test_a_plan_is_a_solution_to_begin_with() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hyper_parallel.offloading import open_tiers
+from hyper_parallel.offloading.autograd.capture_passes import PassSettings
 from hyper_parallel.offloading.autograd.plan_cache import Plans
 from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.strategy import Strategy
@@ -40,5 +41,5 @@ def test_updates_on_the_host_are_measured_where_a_run_may_have_some(
 
 
 def test_a_loop_of_ones_own_updates_what_it_updates_itself(looked_at: list[str]) -> None:
-    Plans(torch.device("cpu"), MiB, MiB, None, None, None, False).close()
+    Plans(torch.device("cpu"), MiB, MiB, None, None, PassSettings()).close()
     assert looked_at == []

@@ -12,7 +12,6 @@ import pytest
 from harness.check_moves import check_moves
 from harness.memory_problems import SMALL, drawn, llama, spaces, under
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offloading.schedule.lower_bound import least_seconds
 from hyper_parallel.offloading.schedule.problem import Plan, Problem, replay
 from hyper_parallel.offloading.schedule.solve import choose
 
@@ -121,8 +120,8 @@ def test_copies_hide_where_there_is_time() -> None:
 
 
 def test_near_the_bound_that_no_plan_can_beat() -> None:
-    pytest.importorskip("highspy")
+    # Of this problem, by linear programming: fractions of storages moved, memory counted at 128 nodes.
+    bound = 0.06111969190955155
     problem = under(llama(SMALL, 0.5), 0.7)
-    bound = least_seconds(problem)
     assert bound > 1.2 * problem.starts[-1]
-    assert bound <= choose(problem).seconds <= 1.035 * bound
+    assert bound <= choose(problem).seconds <= 1.01 * bound

@@ -25,7 +25,6 @@ from hyper_parallel.graph import (
     ir,
     lifetimes,
     lower,
-    text,
     validate,
     values_of,
     workspaces,
@@ -44,7 +43,6 @@ from hyper_parallel.graph.step_context import Region
 from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.host_update_pass import can_run_on_host, latest, move_to_host
-from hyper_parallel.offloading.schedule.lower_bound import least_seconds
 from hyper_parallel.offloading.schedule.offload_pass import apply
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
 from hyper_parallel.offloading.schedule.solve import choose
@@ -143,7 +141,6 @@ def test_all_of_a_dense_model_can_be_apart_and_its_state_is_never_on_the_device(
     assert not [node for node in moved.nodes if "_fused_adamw" in str(node.target)]
     # Clipping, the count of updates and the update itself.
     assert {len(calls_of(node)) for node in updates} == {3}
-    assert "_fused_adamw_.tensor_lr" in text(moved)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -181,17 +178,15 @@ def test_what_comes_back_waits_for_the_host() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
-def test_no_plan_is_below_the_bound(share: float) -> None:
-    pytest.importorskip("highspy")
+def test_a_step_waits_for_its_updates_on_the_host(share: float) -> None:
     step = _captured("llama")
     apart = move_to_host(step, latest(step, 1.0, 2**30), "host")
     slow = Rate(1e-6, 1.5e9)
     problem = build_problem(apart, Cluster.named("h100"), 0, (OffloadTier("host", 2**30, slow, slow, 1e9),))
     budget = int(problem.working_set + share * (max(problem.profile()) - problem.working_set))
     problem = replace(problem, budget=budget)
-    least = least_seconds(problem, places=48)
-    assert least >= sum(update.seconds for update in problem.updates)
-    assert problem.starts[-1] <= least <= choose(problem, tries=1).seconds
+    host = sum(update.seconds for update in problem.updates)
+    assert max(host, problem.starts[-1]) <= choose(problem, tries=1).seconds
 
 
 def test_rules_that_moves_of_updates_obey() -> None:

@@ -290,11 +290,6 @@ class WithinMemory:
         return self.orders.name
 
     @property
-    def requires(self) -> frozenset[str]:
-        """Of the pass."""
-        return self.orders.requires
-
-    @property
     def provides(self) -> frozenset[str]:
         """Of the pass."""
         return self.orders.provides

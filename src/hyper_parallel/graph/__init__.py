@@ -5,7 +5,7 @@
 
 from hyper_parallel.graph.capture import capture
 from hyper_parallel.graph.costs import costs
-from hyper_parallel.graph.dependencies import check_order, dependencies, legal, reorder
+from hyper_parallel.graph.dependencies import check_order, dependencies, reorder
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.execute import Executable, executable
 from hyper_parallel.graph.host_nodes import HostPoint, host
@@ -23,12 +23,11 @@ from hyper_parallel.graph.ir import (
     is_wait,
     values_of,
 )
-from hyper_parallel.graph.liveness import Lifetime, Peak, changes, lifetimes, peak, text, workspaces
+from hyper_parallel.graph.liveness import Lifetime, Peak, lifetimes, peak, workspaces
 from hyper_parallel.graph.lower import lower
 from hyper_parallel.graph.pass_manager import Pass, Ran, Rewrite, rewritten, run_passes, validate
 from hyper_parallel.graph.recompute import inside, layers, recompute, regather, repeatable
-from hyper_parallel.graph.recompute_policies import fit, selective
-from hyper_parallel.graph.reorder_for_memory import early_free
+from hyper_parallel.graph.recompute_policies import selective
 from hyper_parallel.graph.step_context import PHASES, Phase, phase
 
 __all__ = [
@@ -50,13 +49,10 @@ __all__ = [
     "Value",
     "balanced_sizes",
     "capture",
-    "changes",
     "check_order",
     "costs",
     "dependencies",
-    "early_free",
     "executable",
-    "fit",
     "group_of",
     "host",
     "inside",
@@ -64,7 +60,6 @@ __all__ = [
     "is_collective",
     "is_wait",
     "layers",
-    "legal",
     "lifetimes",
     "lower",
     "peak",
@@ -76,7 +71,6 @@ __all__ = [
     "rewritten",
     "run_passes",
     "selective",
-    "text",
     "validate",
     "values_of",
     "workspaces",

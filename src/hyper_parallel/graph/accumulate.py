@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,8 +12,8 @@ from torch import fx
 from hyper_parallel.compat.fx_graph import copy_node
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.dependencies import Needs, data_sources, needed, stops
-from hyper_parallel.graph.execute import Host, SourceWriter, node_at, refuse_balanced, run_with_host
-from hyper_parallel.graph.graph_writer import moved_storages, placed, span
+from hyper_parallel.graph.execute import GraphFunction, Host, SourceWriter, refuse_balanced, run_with_host
+from hyper_parallel.graph.graph_writer import moved_meta, moved_storages, span
 from hyper_parallel.graph.host_nodes import HOST
 from hyper_parallel.graph.ir import Input, StepGraph, Storage, Value, is_cache, values_of
 from hyper_parallel.graph.memory_effects import writes
@@ -155,7 +155,7 @@ class _Cut:
                 step.gradients[index] = step.gradients.pop(value.storage)
             with step.graph.inserting_after(last):
                 last = found[name] = step.graph.placeholder(f"total_{node.name}")
-            last.meta.update(node.meta, value=replace(value, storage=index))
+            last.meta.update(node.meta, value=value.in_storage(index))
         return found
 
     def apply(self, totals: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
@@ -207,11 +207,7 @@ class _Cut:
             if source in instead:
                 moved.update(moved_storages(before[source], instead[source].meta.get("value")))
                 node.replace_input_with(source, instead[source])
-        node.meta["when"] = "last"
-        if moved and "value" in node.meta:
-            node.meta["value"] = placed(node.meta["value"], moved)
-        if moved and "writes" in node.meta:
-            node.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
+        node.meta = {**moved_meta(node, moved), "when": "last"}
 
 
 def _is_epilogue(node: fx.Node) -> bool:
@@ -239,12 +235,9 @@ def _behind(once: Collection[fx.Node], needs: Needs, sums: Collection[fx.Node]) 
 # The body is written once, however many micro-batches there are. What is computed in the first micro-batch alone is
 # kept until its last use in the last one; everything else is let go of in its own micro-batch.
 
-Batches = Sequence[tuple[bool, bool, Sequence[torch.Tensor]]]
-"""Of each micro-batch whether it is the first, the last, and its inputs."""
-
 
 @dataclass(frozen=True)
-class LoopExecutable:
+class LoopExecutable(GraphFunction):
     """A loop over micro-batches, ready to run."""
 
     inputs: tuple[str, ...]
@@ -252,11 +245,6 @@ class LoopExecutable:
     batch: tuple[str, ...]
     """Names of what each is given, as those of the first micro-batch."""
     totals: Mapping[str, Value]
-    source: str
-    """The Python that runs it."""
-    function: Callable[[Sequence[torch.Tensor], Batches], Generator[Any, Any, tuple[torch.Tensor, ...]]]
-    lines: Mapping[int, fx.Node]
-    """Line of the source to the node that it runs."""
 
     def run(
         self,
@@ -278,10 +266,6 @@ class LoopExecutable:
         )
         run_with_host(steps, host)
 
-    def node_of(self, error: BaseException) -> fx.Node | None:
-        """The node in which an error of `run` arose; None where it came from elsewhere."""
-        return node_at(error, self.function, self.lines)
-
 
 def loop_executable(loop: Accumulation, body: StepGraph | None = None) -> LoopExecutable:
     """The Python function of a step of several micro-batches. `body`: what the loop's body was compiled to.
@@ -291,29 +275,24 @@ def loop_executable(loop: Accumulation, body: StepGraph | None = None) -> LoopEx
     body = loop.body if body is None else body
     refuse_balanced(body)
     writer = _LoopWriter(body, loop)
-    source = writer.source()
-    namespace = writer.names
-    exec(compile(source, f"<loop over {len(writer.last)} nodes>", "exec"), namespace)
+    source, function = writer.compiled("loop over")
     names = [entry.name for entry in body.inputs]
     return LoopExecutable(
+        source,
+        function,
+        writer.lines,
         tuple(name for name in names if name not in loop.batch),
         tuple(name for name in names if name in loop.batch),
         loop.totals,
-        source,
-        namespace["step"],
-        writer.lines,
     )
 
 
 class _LoopWriter(SourceWriter):
-    """Writes the loop."""
-
     def __init__(self, body: StepGraph, loop: Accumulation) -> None:
         super().__init__(body, None, None, {})
         self._loop = loop
 
     def source(self) -> str:
-        """The whole function."""
         named = list(zip(self.step.inputs, self.step.placeholders, strict=True))
         given = [self.variable(node) for entry, node in named if entry.name not in self._loop.batch]
         varying = [self.variable(node) for entry, node in named if entry.name in self._loop.batch]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import linecache
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,8 @@ from hyper_parallel.errors import CaptureError
 
 _NOT_THEIRS = ("hyper_parallel", "torch", "transformers")
 _STANDARD = sysconfig.get_path("stdlib")
+Call = tuple[FrameType, int]
+"""A call on the way to an error, outermost first: its frame, and the line that it had come to."""
 
 
 def explained(error: Exception, operator: str, module: str, names: Mapping[nn.Module, str]) -> CaptureError:
@@ -26,9 +28,9 @@ def explained(error: Exception, operator: str, module: str, names: Mapping[nn.Mo
     `operator`: the last one that was dispatched. `module`: the name of the module to which that one belongs, used where
     no module of `names` is on the stack of `error`.
     """
-    frames = list(_frames(error.__traceback__))
-    line = _blamed(frames)
-    running = next((names[m] for m in _modules(frames) if m in names), module)
+    calls = list(traceback.walk_tb(error.__traceback__))
+    line = _blamed(calls)
+    running = next((names[m] for m in _modules(calls) if m in names), module)
     where = [f"at {line}"] if line else []
     where += [f"in module {running!r}"] if running else []
     return CaptureError(
@@ -55,38 +57,17 @@ def _reason(error: Exception, operator: str) -> str:
     return f"{type(error).__name__}: {text[0] if text else 'no message'}{last}"
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """One call on the way to an error."""
-
-    file: str
-    line: int
-    code: FrameType
-
-    @property
-    def shown(self) -> str:
-        """File, line and the text of it."""
-        text = linecache.getline(self.file, self.line).strip()
-        return f"{self.file}:{self.line}" + (f" (`{text}`)" if text else "")
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[_Frame]:
-    """Outermost first."""
-    while traceback is not None:
-        yield _Frame(
-            traceback.tb_frame.f_code.co_filename,
-            traceback.tb_lineno,
-            traceback.tb_frame,
-        )
-        traceback = traceback.tb_next
-
-
-def _blamed(frames: list[_Frame]) -> str | None:
+def _blamed(calls: Sequence[Call]) -> str | None:
     """The innermost line that the user wrote, else the innermost of Transformers' code."""
-    theirs = [frame for frame in frames if _is_users(frame.file)]
-    models = [frame for frame in frames if "/transformers/models/" in frame.file.replace("\\", "/")]
-    found = theirs or models or [frame for frame in frames if _is_of("transformers", frame.file)]
-    return found[-1].shown if found else None
+    places = [(frame.f_code.co_filename, line) for frame, line in calls]
+    theirs = [place for place in places if _is_users(place[0])]
+    models = [place for place in places if "/transformers/models/" in place[0].replace("\\", "/")]
+    found = theirs or models or [place for place in places if _is_of("transformers", place[0])]
+    if not found:
+        return None
+    file, line = found[-1]
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}" + (f" (`{text}`)" if text else "")
 
 
 def _is_users(file: str) -> bool:
@@ -104,9 +85,9 @@ def _is_of(package: str, file: str) -> bool:
     return root is not None and file.startswith(str(Path(root).parent))
 
 
-def _modules(frames: list[_Frame]) -> Iterator[nn.Module]:
+def _modules(calls: Sequence[Call]) -> Iterator[nn.Module]:
     """The modules whose methods were running, innermost first."""
-    for frame in reversed(frames):
-        running = frame.code.f_locals.get("self")
+    for frame, _ in reversed(calls):
+        running = frame.f_locals.get("self")
         if isinstance(running, nn.Module):
             yield running

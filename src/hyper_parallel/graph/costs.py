@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,7 +91,6 @@ class Pricer:
     """Prices nodes of a step, or of the stages that it was cut into, each value's sizes worked out once."""
 
     def __init__(self, step: StepGraph, sizes: Mapping[Any, int] | None = None) -> None:
-        """Arguments and errors as of `costs`."""
         self._step, self._sizes = step, dict(sizes or {})
         self._sized: dict[int, _Sized] = {}
         self._numbers: dict[int, int] = {}
@@ -196,22 +195,18 @@ class Pricer:
         a, b = (next(self._flat(node.args[place])) for place in places)
         results = self._results(node)
         flops, shape, layout = product(name, a.matrix, b.matrix, [value.shape for value in results])
-        plain = self._plain(node, name, op)
         # A bias is added to every element.
         adds = (
             float(sum(value.elements for value in results)) if name in ("addmm", "baddbmm", "addmv") else 0.0
         )
-        return Work(
-            "matmul",
+        return replace(
+            self._plain(node, name, op),
+            kind="matmul",
             flops=flops,
             vector_flops=adds,
-            read=plain.read,
-            written=plain.written,
             dtype=a.dtype,
             shape=shape,
-            op=op,
             layout=layout,
-            fresh=plain.fresh,
         )
 
     def _attention(self, node: fx.Node, name: str, op: str) -> Work | None:
@@ -221,17 +216,14 @@ class Pricer:
         shapes = {key: next(self._flat(given[key])).shape for key in ("query", "key", "value")}
         windows = (given.get("window_size_left"), given.get("window_size_right"))
         flops, shape, layout = attention(name, shapes, bool(given.get("is_causal")), windows)
-        plain = self._plain(node, name, op)
-        return Work(
-            "attention",
+        return replace(
+            self._plain(node, name, op),
+            kind="attention",
             flops=flops,
-            read=plain.read,
-            written=plain.written,
+            vector_flops=0.0,
             dtype=next(self._flat(given["query"])).dtype,
             shape=shape,
-            op=op,
             layout=layout,
-            fresh=plain.fresh,
         )
 
     def _plain(self, node: fx.Node, name: str, op: str) -> Work:

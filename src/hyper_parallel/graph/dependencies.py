@@ -78,7 +78,6 @@ def stops(needs: Needs, given: Collection[fx.Node]) -> frozenset[fx.Node]:
 
 
 def sources(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """The arguments of these nodes."""
     return {source for node in nodes for source in node.all_input_nodes}
 
 
@@ -151,15 +150,6 @@ def check_order(
             )
 
 
-def legal(step: StepGraph, order: Sequence[fx.Node]) -> bool:
-    """Whether the step's nodes may run in this order."""
-    try:
-        check_order(step, order)
-    except GraphError:
-        return False
-    return True
-
-
 def reorder(
     step: StepGraph,
     order: Sequence[fx.Node],
@@ -214,7 +204,6 @@ class _Found:
         """Writes to what outlives the step, since the last host point."""
 
     def add(self, node: fx.Node) -> None:
-        """One more node."""
         needs = {source for source in node.all_input_nodes if source.op == "call_function"}
         _, looked_at, changed = effects(node)
         wrote, read = self._wrote, self._read

@@ -35,16 +35,30 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True)
-class Executable:
+class GraphFunction:
+    """The Python that a graph was compiled to."""
+
+    source: str
+    function: Callable[..., Generator[Any, Any, tuple[torch.Tensor, ...]]]
+    lines: Mapping[int, fx.Node]
+    """Line of the source to the node that it runs."""
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """The node in which an error of a run arose; None where it came from elsewhere."""
+        found, traceback = None, error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code is self.function.__code__:
+                found = self.lines.get(traceback.tb_lineno, found)
+            traceback = traceback.tb_next
+        return found
+
+
+@dataclass(frozen=True)
+class Executable(GraphFunction):
     """A graph ready to run."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    source: str
-    """The Python that runs it."""
-    function: Callable[[Sequence[torch.Tensor]], Generator[Any, Any, tuple[torch.Tensor, ...]]]
-    lines: Mapping[int, fx.Node]
-    """Line of the source to the node that it runs."""
 
     def run(self, tensors: Mapping[str, torch.Tensor], host: Host | None = None) -> dict[str, torch.Tensor]:
         """Run the step on `tensors`, by the names of the graph's inputs; state is updated in place.
@@ -53,10 +67,6 @@ class Executable:
         """
         steps = self.function([tensors[name] for name in self.inputs])
         return dict(zip(self.outputs, run_with_host(steps, host), strict=True))
-
-    def node_of(self, error: BaseException) -> fx.Node | None:
-        """The node in which an error of `run` arose; None where it came from elsewhere."""
-        return node_at(error, self.function, self.lines)
 
 
 def run_with_host(
@@ -75,18 +85,6 @@ def run_with_host(
         assert host is not None, f"the graph asks the host at {point!r}"
         answer = host(HostPoint(point), values)
         del values
-
-
-def node_at(
-    error: BaseException, function: Callable[..., Any], lines: Mapping[int, fx.Node]
-) -> fx.Node | None:
-    """The node in which an error arose in a graph's function; None where it came from elsewhere."""
-    found, traceback = None, error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code is function.__code__:
-            found = lines.get(traceback.tb_lineno, found)
-        traceback = traceback.tb_next
-    return found
 
 
 def refuse_balanced(step: StepGraph) -> None:
@@ -136,12 +134,10 @@ def executable(
     writer = SourceWriter(step, stamp, cache, early, pauses)
     if deliver:
         writer.names["deliver"] = deliver[1]
-    source = writer.source()
-    namespace = writer.names
-    exec(compile(source, f"<step graph of {len(writer.last)} nodes>", "exec"), namespace)
+    source, function = writer.compiled("step graph of")
     names = tuple(entry.name for entry in step.inputs)
     returned = tuple(name for name in step.outputs if name not in writer.delivered)
-    return Executable(names, returned, source, namespace["step"], writer.lines)
+    return Executable(source, function, writer.lines, names, returned)
 
 
 class SourceWriter:
@@ -184,8 +180,13 @@ class SourceWriter:
                 self.last[step.output].remove(node)
                 self.last.setdefault(behind, []).append(node)
 
+    def compiled(self, kind: str) -> tuple[str, Callable[..., Any]]:
+        """The source and the function, which error messages call a `kind` of its number of nodes."""
+        source = self.source()
+        exec(compile(source, f"<{kind} {len(self.last)} nodes>", "exec"), self.names)
+        return source, self.names["step"]
+
     def source(self) -> str:
-        """The whole function."""
         body: list[str] = []
         placeholders = self.step.placeholders
         if placeholders:

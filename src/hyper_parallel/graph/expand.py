@@ -22,8 +22,8 @@ from torch import fx
 
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.accumulate import Accumulation, When, when_of
-from hyper_parallel.graph.copy_nodes import GrowingGraph, NodeCopies, moved
-from hyper_parallel.graph.graph_writer import span
+from hyper_parallel.graph.copy_nodes import NodeCopies
+from hyper_parallel.graph.graph_writer import GrowingGraph, span
 from hyper_parallel.graph.ir import Input, StepGraph, Storage, Value, is_wait, values_of
 from hyper_parallel.graph.memory_effects import begun, touched, writes
 
@@ -94,7 +94,7 @@ class _Expansion(GrowingGraph):
                     value: Value = node.meta["value"]
                     storage = loop.body.storages[value.storage]
                     index = self.storage(storage.bytes, storage.device, name) if number else value.storage
-                    self.add_input(Input(name, entry.kind), node, moved(value, index))
+                    self.add_input(Input(name, entry.kind), node, value.in_storage(index))
 
 
 class _MicroBatch(NodeCopies):

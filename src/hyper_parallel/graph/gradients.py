@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -262,5 +262,5 @@ def _node(
         moved[value.storage] = len(step.storages)
         step.storages.append(Storage(moved[value.storage], old.bytes, old.device))
     # Of no module, so that it belongs to the stage of what it is applied to.
-    made.meta = {**like.meta, "module": "", "value": replace(value, storage=moved[value.storage])}
+    made.meta = {**like.meta, "module": "", "value": value.in_storage(moved[value.storage])}
     return made

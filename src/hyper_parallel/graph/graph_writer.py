@@ -1,137 +1,241 @@
-"""Writes a part of a step's graph as a graph of its own; values that the part does not compute become its inputs."""
+"""Writers of graphs: one that grows from copies of others, and one of a part of a graph (`subgraph`).
+
+Values that a part does not compute become its inputs.
+"""
 
 from __future__ import annotations
 
-from collections import ChainMap
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from hyper_parallel.compat.fx_graph import copy_node
+from hyper_parallel.compat.fx_graph import append_call, copy_node
 from hyper_parallel.graph.dependencies import Needs, data_sources, needed, sources, stops
 from hyper_parallel.graph.host_nodes import HOST, HostPoint
-from hyper_parallel.graph.ir import Input, Kind, StepGraph, Storage, Value, flat_values, values_of
+from hyper_parallel.graph.ir import (
+    CollectiveGroup,
+    Even,
+    Input,
+    Kind,
+    Size,
+    StepGraph,
+    Storage,
+    Value,
+    flat_values,
+    moved_value,
+    values_of,
+)
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.step_context import Phase, Region
 
 _STRIDED = torch.ops.aten.as_strided.default
+_EMPTY, _COPY = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
 
 
-class GraphWriter:
-    """The graph as it grows. `made` has what each node of the whole graph became."""
+class GrowingGraph:
+    """A graph as it grows, mostly from nodes of others."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.storages: list[Storage] = []
+        self.inputs: list[Input] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.gradients: dict[int, str] = {}
+        self.sizes: dict[Any, fx.Node] = {}
+        self.even: dict[Any, Even] = {}
+        self.parts = 0
+        """Parts of `even` so far."""
+        self.named: dict[str, fx.Node] = {}
+        """Inputs and what else several copies use, by name."""
+        self.groups: dict[str, CollectiveGroup] = {}
+        self._regions: dict[tuple[Region, int], Region] = {}
+        self._last_input: fx.Node | None = None
+
+    def add_input(self, entry: Input, node: fx.Node, value: Any) -> fx.Node:
+        """An input, like a node of another graph but for its value; behind the inputs so far."""
+        where = (
+            contextlib.nullcontext()
+            if self._last_input is None
+            else self.graph.inserting_after(self._last_input)
+        )
+        with where:
+            made = self._last_input = self.graph.placeholder(node.name)
+        made.meta = {**node.meta, "value": value}
+        self.inputs.append(entry)
+        self.named[entry.name] = made
+        return made
+
+    def storage(self, size: Size, device: torch.device, name: str | None = None) -> int:
+        """Memory of so many bytes, by its index."""
+        index = len(self.storages)
+        self.storages.append(Storage(index, size, device, name))
+        return index
+
+    def region(self, region: Region, by: int) -> Region:
+        """A region of another micro-batch, later by so many."""
+        if not by or region.micro_batch is None:
+            return region
+        known = self._regions.get((region, by))
+        if known is None:
+            known = self._regions[region, by] = Region(region.layer, by + region.micro_batch, region.phase)
+        return known
+
+    def empty(self, value: Value, meta: dict[str, Any], name: str = "empty") -> fx.Node:
+        """Memory for a value of known sizes. `meta`: of the node, but for its value."""
+        index = self.storage(span(value) * value.dtype.itemsize, value.device)
+        arguments = list(value.shape), list(value.stride)
+        made = append_call(
+            self.graph, name, _EMPTY, arguments, {"dtype": value.dtype, "device": value.device}
+        )
+        made.meta = {**meta, "value": value.in_storage(index)}
+        return made
+
+    def own_copy(self, source: fx.Node, value: Value, meta: dict[str, Any]) -> fx.Node:
+        """What a node gives, [as `value`], in memory of its own."""
+        made = self.empty(value, meta, source.name)
+        copy = append_call(self.graph, source.name, _COPY, (made, source), {})
+        copy.meta = dict(made.meta)
+        return copy
+
+    def host(
+        self,
+        point: HostPoint,
+        shown: Sequence[fx.Node],
+        region: Region,
+        answer: Value,
+        writes: Collection[int] = (),
+    ) -> fx.Node:
+        """A host point that is answered with a flat tensor like `answer`, in memory of its own. `writes`: storages that
+        the host writes to."""
+        index = self.storage(answer.bytes, answer.device)
+        arguments = (point.value, list(shown), answer.elements)
+        made = append_call(self.graph, f"host_{point.value}", HOST, arguments, {"dtype": answer.dtype})
+        made.meta = {**_meta(region), "value": answer.in_storage(index)}
+        if writes:
+            made.meta["writes"] = set(writes)
+        return made
+
+    def call(self, target: Any, arguments: tuple[Any, ...], region: Region, value: Value) -> fx.Node:
+        """A node that is in none of the graphs, with a value that lies in memory of the whole."""
+        made = append_call(self.graph, target.__name__.partition(".")[0], target, arguments, {})
+        made.meta = {**_meta(region), "value": value}
+        return made
+
+    def finished(self, like: StepGraph, outputs: Mapping[str, fx.Node] = MappingProxyType({})) -> StepGraph:
+        """The graph. `like`: one of those that it has copies of."""
+        self.graph.output(tuple(outputs.values())).meta.update(like.output.meta)
+        return StepGraph(
+            self.graph,
+            self.inputs,
+            list(outputs),
+            self.storages,
+            self.constants,
+            self.gradients,
+            self.sizes,
+            self.even,
+            like.balanced,
+            {**like.groups, **self.groups},
+        )
+
+
+def _meta(region: Region) -> dict[str, Any]:
+    """Of a node that is no copy."""
+    return {"region": region, "module": "", "recomputed": False}
+
+
+class GraphWriter(GrowingGraph):
+    """The graph of a part of another one, whose storages keep their numbers."""
 
     def __init__(self, whole: StepGraph) -> None:
+        super().__init__()
         self._whole = whole
-        self._graph = fx.Graph()
-        self._storages = list(whole.storages)
-        self._inputs: list[Input] = []
+        self.storages += whole.storages
+        self.constants |= whole.constants
+        self.gradients |= whole.gradients
+        self.even |= whole.even
         self.made: dict[fx.Node, fx.Node] = {}
+        """What each node of the whole graph became."""
 
-    def inputs(self, used: Collection[fx.Node]) -> None:
+    def add_used_inputs(self, used: Collection[fx.Node]) -> None:
         """The whole graph's inputs and constants, those that are used."""
         for entry, node in zip(self._whole.inputs, self._whole.placeholders, strict=True):
             if node in used:
-                made = self.made[node] = self._graph.placeholder(node.name)
-                made.meta = dict(node.meta)
-                self._inputs.append(entry)
+                self.made[node] = self.add_input(entry, node, node.meta["value"])
         for node in self._whole.graph.nodes:
             if node.op == "get_attr" and node in used:
-                made = self.made[node] = self._graph.node_copy(node)
-                made.meta = dict(node.meta)
+                self.add_constant(node)
+
+    def add_constant(self, node: fx.Node) -> None:
+        """One of the whole graph's constants."""
+        made = self.made[node] = self.graph.node_copy(node)
+        made.meta = dict(node.meta)
 
     def given(self, node: fx.Node, name: str, kind: Kind, direction: Phase) -> None:
         """An input in place of a node that gives one tensor."""
-        self.made[node] = self.input_like(node, name, kind, direction)
-
-    def input_like(self, node: fx.Node, name: str, kind: Kind, direction: Phase) -> fx.Node:
-        """An input like the one tensor that a node gives."""
         (value,) = values_of(node)
-        made = self._graph.placeholder(f"given_{node.name}")
-        self._inputs.append(Input(name, kind))
-        self._arrives(node, made, value, direction, self._storage(span(value), value, name))
-        return made
+        made = self.graph.placeholder(f"given_{node.name}")
+        self.inputs.append(Input(name, kind))
+        self._arrives(node, made, value, direction, self._span_of(value, name))
 
     def answered(self, node: fx.Node, direction: Phase) -> None:
         """A value that the host is asked for, in the order of its memory, in place of a node."""
         (value,) = values_of(node)
-        answer = self.host(HostPoint.RECEIVE, [], direction, value)
-        made = self._graph.call_function(_STRIDED, (answer, list(value.shape), list(value.stride)))
+        answer = self.host_point(HostPoint.RECEIVE, [], direction, value)
+        made = self.graph.call_function(_STRIDED, (answer, list(value.shape), list(value.stride)))
         (flat,) = values_of(answer)
         self._arrives(node, made, value, direction, flat.storage)
-        self.made[node] = made
 
     def _arrives(self, node: fx.Node, made: fx.Node, value: Value, direction: Phase, storage: int) -> None:
         """`made` gives in this graph what `node` gives elsewhere."""
-        made.meta.update(
-            _meta(direction), value=replace(value, storage=storage), module=node.meta.get("module", "")
-        )
+        made.meta.update(_meta(_region(direction)), module=node.meta.get("module", ""))
+        made.meta["value"] = value.in_storage(storage)
+        self.made[node] = made
 
-    def emit(self, node: fx.Node, instead: dict[fx.Node, fx.Node] | None = None) -> fx.Node:
-        """A node of the whole graph. `instead`: nodes of this graph that it uses in place of what its arguments became,
-        or what those that were emitted with it became; it is then not what others find in `made`."""
-        known = self.made if instead is None else ChainMap(instead, self.made)
-        made = copy_node(self._graph, node, lambda source: known[source])
+    def emit(self, node: fx.Node) -> fx.Node:
+        """A node of the whole graph."""
+        made = self.made[node] = copy_node(self.graph, node, self.made.__getitem__)
         moved: dict[int, int] = {}
         for source in node.all_input_nodes:
-            moved.update(moved_storages(source.meta.get("value"), known[source].meta.get("value")))
-        if moved and "value" in node.meta:
-            made.meta["value"] = placed(node.meta["value"], moved)
-        if moved and "writes" in node.meta:
-            made.meta["writes"] = {moved.get(storage, storage) for storage in node.meta["writes"]}
-        if instead is None:
-            self.made[node] = made
+            moved.update(moved_storages(source.meta.get("value"), self.made[source].meta.get("value")))
+        made.meta = moved_meta(made, moved)
         return made
 
     def added(self, target: Any, arguments: tuple[Any, ...], like: fx.Node) -> fx.Node:
         """A node that is not in the whole graph, with a result like another node's in memory of its own."""
-        made = self._graph.call_function(target, arguments)
+        made = self.graph.call_function(target, arguments)
         (value,) = values_of(like)
-        made.meta.update(like.meta, value=replace(value, storage=self._storage(span(value), value)))
+        made.meta.update(like.meta, value=value.in_storage(self._span_of(value)))
         return made
 
-    def host(
+    def host_point(
         self, point: HostPoint, shown: Sequence[fx.Node], direction: Phase, like: Value | None = None
     ) -> fx.Node:
         """A host point; with `like` it is answered with the elements of such a value, in the order of its memory."""
         # A host point has to show something; the first input is there anyway.
-        values = list(shown) or [next(iter(self._graph.nodes))]
+        values = list(shown) or [next(iter(self.graph.nodes))]
         like = like or replace(next(values_of(values[0])), shape=(0,), stride=(1,), dtype=torch.float32)
-        count = span(like)
-        made = self._graph.call_function(HOST, (point.value, values, count), {"dtype": like.dtype})
-        given = Value((count,), (1,), like.dtype, like.device, self._storage(count, like))
-        made.meta.update(_meta(direction), value=given)
+        return self.host(point, values, _region(direction), replace(like, shape=(span(like),), stride=(1,)))
+
+    def result(self, outputs: Mapping[str, fx.Node], direction: Phase) -> StepGraph:
+        """The graph, which returns these nodes of it."""
+        sizes = self._whole.sizes.items()
+        self.sizes = {symbol: self.made[node] for symbol, node in sizes if node in self.made}
+        made = self.finished(self._whole, outputs)
+        made.output.meta = _meta(_region(direction))
         return made
 
-    def finished(self, outputs: Mapping[str, fx.Node], direction: Phase) -> StepGraph:
-        """The graph, which returns these nodes of it."""
-        whole = self._whole
-        self._graph.output(tuple(outputs.values())).meta.update(_meta(direction))
-        return StepGraph(
-            self._graph,
-            self._inputs,
-            list(outputs),
-            self._storages,
-            dict(whole.constants),
-            dict(whole.gradients),
-            {symbol: self.made[node] for symbol, node in whole.sizes.items() if node in self.made},
-            dict(whole.even),
-            whole.balanced,
-            whole.groups,
-        )
-
-    def _storage(self, count: int, like: Value, name: str | None = None) -> int:
-        """Memory for so many elements, by its index."""
-        index = len(self._storages)
-        self._storages.append(Storage(index, count * like.dtype.itemsize, like.device, name))
-        return index
+    def _span_of(self, value: Value, name: str | None = None) -> int:
+        """Memory for a value, by its index."""
+        return self.storage(span(value) * value.dtype.itemsize, value.device, name)
 
 
-def _meta(phase: Phase) -> dict[str, Any]:
-    """Of a node that is not in the whole graph."""
-    return {"region": Region("", 0, phase), "module": "", "recomputed": False}
+def _region(phase: Phase) -> Region:
+    return Region("", 0, phase)
 
 
 def span(value: Value) -> int:
@@ -148,13 +252,14 @@ def moved_storages(before: Any, after: Any) -> dict[int, int]:
     return {old.storage: new.storage for old, new in pairs if old.storage != new.storage}
 
 
-def placed(value: Any, moved: Mapping[int, int]) -> Any:
-    """A value, or a nest of them, with its storages renumbered."""
-    if isinstance(value, Value):
-        return replace(value, storage=moved.get(value.storage, value.storage))
-    if isinstance(value, tuple | list):
-        return type(value)(placed(one, moved) for one in value)
-    return value
+def moved_meta(node: fx.Node, storages: Mapping[int, int]) -> dict[str, Any]:
+    """A node's meta with some storages replaced by others."""
+    meta = dict(node.meta)
+    if storages and "value" in meta:
+        meta["value"] = moved_value(meta["value"], storages)
+    if storages and "writes" in meta:
+        meta["writes"] = {storages.get(storage, storage) for storage in meta["writes"]}
+    return meta
 
 
 def subgraph(
@@ -179,11 +284,11 @@ def subgraph(
     nodes = needed(needs, [*wanted.values(), *also], stops(needs, given))
     used = sources(nodes) | set(wanted.values())
     writer = GraphWriter(step)
-    writer.inputs(used)
+    writer.add_used_inputs(used)
     for node, name in given.items():
         if node in used:
             writer.given(node, name, kind, direction)
     for node in step.nodes:
         if node in nodes:
             writer.emit(node)
-    return writer.finished({name: writer.made[node] for name, node in wanted.items()}, direction)
+    return writer.result({name: writer.made[node] for name, node in wanted.items()}, direction)

@@ -104,7 +104,6 @@ class Moved:
     """An argument of a call that lies in a slot."""
 
     index: int
-    """Which of `moved`."""
     value: Value
     """How the call sees it."""
 
@@ -114,7 +113,6 @@ class HostArguments:
     """An argument of a call that the host has."""
 
     index: int
-    """Which of `given`."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +154,10 @@ def update(
 
 
 def is_update(node: fx.Node) -> bool:
-    """Whether a node is one."""
     return node.op == "call_function" and node.target is update
 
 
 def calls_of(node: fx.Node) -> tuple[OperatorCall, ...]:
-    """What an update runs, in order."""
     return _tuple(node, 0)
 
 
@@ -186,7 +182,6 @@ def slot_arguments(node: fx.Node, slots: tuple[int, ...]) -> None:
 
 
 def tier_of(node: fx.Node) -> str:
-    """Where an update runs."""
     tier = node.args[4]
     assert isinstance(tier, str)
     return tier

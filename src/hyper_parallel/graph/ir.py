@@ -109,9 +109,13 @@ class Value:
     storage: int
     """Index into `StepGraph.storages`. Views share one."""
 
+    def in_storage(self, storage: int) -> Value:
+        """The same value in another storage."""
+        # A third of the time of dataclasses.replace, and graphs have many values.
+        return Value(self.shape, self.stride, self.dtype, self.device, storage)
+
     @property
     def elements(self) -> Size:
-        """How many there are."""
         count = 1
         for size in self.shape:
             count = count * size
@@ -233,7 +237,6 @@ class StepGraph:
 
     @property
     def output(self) -> fx.Node:
-        """The last node."""
         last: fx.Node = next(iter(reversed(self.graph.nodes)))
         assert last.op == "output"
         return last
@@ -278,6 +281,20 @@ class StepGraph:
 def values_of(node: fx.Node) -> Iterator[Value]:
     """The tensors that a node gives, one after the other."""
     return iter(flat_values(node.meta.get("value")))
+
+
+def mapped_value(value: Any, function: Callable[[Value], Value]) -> Any:
+    """A `meta["value"]` with what a function makes of each of its tensors."""
+    if isinstance(value, Value):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return type(value)(mapped_value(part, function) for part in value)
+    return value
+
+
+def moved_value(value: Any, storages: Mapping[int, int]) -> Any:
+    """A `meta["value"]` with some of its storages replaced by others."""
+    return mapped_value(value, lambda one: one.in_storage(storages.get(one.storage, one.storage)))
 
 
 def flat_values(value: Any) -> Sequence[Value]:
@@ -359,3 +376,8 @@ def module_state(model: nn.Module) -> dict[str, GivenTensor]:
     """Parameters as ``parameter.<name>`` and buffers as ``buffer.<name>``; tied ones under their first name."""
     parameters = {f"parameter.{name}": GivenTensor("parameter", x) for name, x in model.named_parameters()}
     return parameters | {f"buffer.{name}": GivenTensor("buffer", x) for name, x in model.named_buffers()}
+
+
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of `module_state`, by name."""
+    return {name: given.tensor for name, given in module_state(model).items()}

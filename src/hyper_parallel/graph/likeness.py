@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from hyper_parallel.compat.fx_graph import expression
+from hyper_parallel.compat.fx_graph import expression, is_symbolic
 from hyper_parallel.graph.ir import Size, StepGraph, Value, values_of
 
 
@@ -28,6 +28,32 @@ def difference(one: StepGraph, other: StepGraph) -> str | None:
     return _Comparison(one, other).result()
 
 
+class SymbolPairs:
+    """Which symbol of one graph, or of one part of it, stands for which of another, and what is the same by them."""
+
+    def __init__(self) -> None:
+        self.symbols: dict[Any, Any] = {}
+
+    def same_size(self, a: Size, b: Size) -> bool:
+        """Whether sizes are the same; symbols that are met for the first time become a pair."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a == b
+        if not (is_symbolic(a) and is_symbolic(b)):
+            return False
+        mine, its = expression(a), expression(b)
+        if mine.is_Symbol and its.is_Symbol:
+            return bool(self.symbols.setdefault(mine, its) == its)
+        return bool(mine.xreplace(self.symbols) == its)
+
+    def same_value(self, a: Value, b: Value) -> bool:
+        """Whether values are the same but for their storages."""
+        return (
+            (a.dtype, a.device, len(a.shape)) == (b.dtype, b.device, len(b.shape))
+            and all(map(self.same_size, a.shape, b.shape))
+            and all(map(self.same_size, a.stride, b.stride))
+        )
+
+
 class _Unequal(Exception):
     """The graphs differ."""
 
@@ -37,11 +63,10 @@ class _Comparison:
         self._one, self._other = one, other
         self._nodes: dict[fx.Node, fx.Node] = {}
         self._storages: dict[int, int] = {}
-        self._symbols: dict[Any, Any] = {}
+        self._pairs = SymbolPairs()
         self._parts: dict[int, int] = {}
 
     def result(self) -> str | None:
-        """As of `difference`."""
         try:
             self._compare()
         except _Unequal as error:
@@ -66,7 +91,7 @@ class _Comparison:
         self._even()
         for index, to in self._storages.items():
             mine, its = one.storages[index], other.storages[to]
-            if not self._same_size(mine.bytes, its.bytes) or (mine.device, mine.name) != (
+            if not self._pairs.same_size(mine.bytes, its.bytes) or (mine.device, mine.name) != (
                 its.device,
                 its.name,
             ):
@@ -81,11 +106,11 @@ class _Comparison:
         for symbol, node in self._one.sizes.items():
             if self._nodes[node] not in by_node:
                 raise _Unequal(f"{label(node)} computes a size in one of them alone")
-            self._symbols[symbol] = by_node[self._nodes[node]]
+            self._pairs.symbols[symbol] = by_node[self._nodes[node]]
         _equal(len(self._one.sizes), len(self._other.sizes), "numbers of sizes")
 
     def _even(self) -> None:
-        one = {self._symbols.get(symbol): even for symbol, even in self._one.even.items()}
+        one = {self._pairs.symbols.get(symbol): even for symbol, even in self._one.even.items()}
         one.pop(None, None)
         other = {symbol: even for symbol, even in self._other.even.items() if symbol in one}
         _equal(len(one), len(other), "numbers of expected sizes")
@@ -113,7 +138,11 @@ class _Comparison:
         if isinstance(a, fx.Node):
             return self._nodes.get(a) is b
         if isinstance(a, Value):
-            return isinstance(b, Value) and self._same_value(a, b)
+            return (
+                isinstance(b, Value)
+                and self._storages.setdefault(a.storage, b.storage) == b.storage
+                and self._pairs.same_value(a, b)
+            )
         if isinstance(a, tuple | list):
             return (
                 isinstance(b, tuple | list)
@@ -123,23 +152,6 @@ class _Comparison:
         if isinstance(a, Mapping):
             return a.keys() == b.keys() and all(self._same(a[key], b[key]) for key in a)
         return same_number(a, b)
-
-    def _same_value(self, a: Value, b: Value) -> bool:
-        known = self._storages.setdefault(a.storage, b.storage)
-        return (
-            known == b.storage
-            and (a.dtype, a.device, len(a.shape)) == (b.dtype, b.device, len(b.shape))
-            and all(map(self._same_size, a.shape, b.shape))
-            and all(map(self._same_size, a.stride, b.stride))
-        )
-
-    def _same_size(self, a: Size, b: Size) -> bool:
-        if isinstance(a, int) and isinstance(b, int):
-            return a == b
-        mine, its = expression(a), expression(b)
-        if mine.is_Symbol and its.is_Symbol:
-            return bool(self._symbols.setdefault(mine, its) == its)
-        return bool(mine.xreplace(self._symbols) == its)
 
 
 def same_number(a: Any, b: Any) -> bool:

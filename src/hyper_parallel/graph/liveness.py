@@ -1,4 +1,4 @@
-"""Liveness analysis: the lifetime and kind of each storage, live bytes over time, and a graph printed with them.
+"""Liveness analysis: the lifetime and kind of each storage, and live bytes over time.
 
 A storage is born with the first node that gives a value in it and dies after the last one that uses any view of it;
 what is read from outside is there from the beginning to the end. One whose memory is given up and taken again (tier
@@ -9,7 +9,6 @@ gives back inside itself is not seen, but for that of collectives of a CPU (`wor
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,14 +18,12 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat import gloo
-from hyper_parallel.graph import host_nodes
 from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.ir import (
     Kind,
     StepGraph,
     Value,
     detach,
-    is_cache,
     is_collective,
     is_wait,
     prefetch,
@@ -35,7 +32,6 @@ from hyper_parallel.graph.ir import (
 from hyper_parallel.graph.memory_effects import begun, storages_of, touched, writes
 from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.trace import live_bytes
-from hyper_parallel.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -242,74 +238,3 @@ _SUM = torch.float32.itemsize
 """Of an element, where narrow ones are summed."""
 _GLOO = "cpu"
 """Whose tensors gloo moves."""
-
-
-# Prints a graph as text, and what a pass changed.
-#
-# A line has the node's name, its operator, the shapes that it gives, its phase and module, and the bytes that it brings
-# to life and lets go: ``+`` born with it, ``-`` freed after it.
-
-_DTYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "bool",
-}
-
-
-def text(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> str:
-    """The whole graph, then its peak. `sizes` gives the symbols values."""
-    most = peak(step, sizes)
-    return "\n".join([*lines(step, sizes), f"peak {format_bytes(most.bytes)} at node {most.at}"])
-
-
-def lines(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[str]:
-    """One line a node."""
-    born: Counter[int] = Counter()
-    freed: Counter[int] = Counter()
-    for life in lifetimes(step, sizes):
-        born[life.born] += life.bytes
-        freed[life.died] += life.bytes
-    return [_line(node, born[at], freed[at]) for at, node in enumerate(step.nodes)]
-
-
-def changes(
-    before: StepGraph, after: StepGraph, sizes: Mapping[Any, int] | None = None, around: int = 2
-) -> str:
-    """What a pass did: ``-`` lines that are gone and ``+`` lines that are new (a move is both), and both peaks.
-
-    `around` lines are shown on each side of a change.
-    """
-    old, new = lines(before, sizes), lines(after, sizes)
-    shown = list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=around))
-    was, now = peak(before, sizes).bytes, peak(after, sizes).bytes
-    count = f"{len(old)} nodes, {len(new)} after"
-    return "\n".join([*shown, f"{count}; peak {format_bytes(was)}, {format_bytes(now)} after"])
-
-
-def _line(node: fx.Node, born: int, freed: int) -> str:
-    shapes = " ".join(_shape(value) for value in values_of(node)) or "-"
-    where = ".".join(part for part in (region_of(node).phase, node.meta["module"]) if part)
-    again = " again" if node.meta["recomputed"] else ""
-    memory = (f" +{format_bytes(born)}" if born else "") + (f" -{format_bytes(freed)}" if freed else "")
-    arguments = ", ".join(source.name for source in node.all_input_nodes)
-    if is_cache(node):
-        arguments += f", {node.args[2]}:{node.args[1]}"
-    elif host_nodes.is_update(node):
-        called = ", ".join(
-            str(getattr(call.operator, "__name__", "call")) for call in host_nodes.calls_of(node)
-        )
-        slots = " ".join(str(slot) for slot in host_nodes.slots_of(node))
-        arguments += f", {host_nodes.tier_of(node)}:{slots}: {called}"
-    return f"{node.name} = {_operator(node)}({arguments}) {shapes} {where}{again}{memory}"
-
-
-def _operator(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)) if callable(node.target) else str(node.target)
-
-
-def _shape(value: Value) -> str:
-    return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{','.join(str(size) for size in value.shape)}]"

@@ -245,7 +245,6 @@ class _Writer:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """What was written."""
         return tuple(
             Op(
                 index,

@@ -29,48 +29,15 @@ NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "sym_size", "sym_numel"}
 )
 MAKES = frozenset(
-    {
-        "zeros",
-        "ones",
-        "full",
-        "arange",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-    }
+    {"zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
     | {"scalar_tensor", "eye", "lift_fresh_copy", "linspace"}
-)
+)  # fmt: skip
 COPIES = frozenset(
-    {
-        "clone",
-        "copy",
-        "_to_copy",
-        "contiguous",
-        "cat",
-        "stack",
-        "fill",
-        "zero",
-        "repeat",
-        "flip",
-        "roll",
-        "tril",
-        "triu",
-    }
-    | {
-        "slice_backward",
-        "select_backward",
-        "constant_pad_nd",
-        "embedding_dense_backward",
-        "repeat_interleave",
-    }
+    {"clone", "copy", "_to_copy", "contiguous", "cat", "stack", "fill", "zero", "repeat", "flip", "roll", "tril"}
+    | {"triu", "slice_backward", "select_backward", "constant_pad_nd", "embedding_dense_backward", "repeat_interleave"}
     | {"slice_scatter", "select_scatter", "_foreach_copy", "split_with_sizes_copy", "as_strided_scatter"}
-    | MAKES
-    | LOOKS_UP
-    | ADDS_INTO
-)
+    | MAKES | LOOKS_UP | ADDS_INTO
+)  # fmt: skip
 REDUCES = frozenset(
     {"sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod", "var", "var_mean", "std"}
     | {"norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm"}
@@ -120,21 +87,9 @@ Matrix = tuple[Shape, Strides]
 """Shape and strides of an operand, all ints."""
 
 _OPERANDS = {
-    "mm": (0, 1),
-    "bmm": (0, 1),
-    "mv": (0, 1),
-    "dot": (0, 1),
-    "addmm": (1, 2),
-    "addmv": (1, 2),
-    "baddbmm": (1, 2),
-    "linear": (0, 1),
-    "_scaled_mm": (0, 1),
-    "_grouped_mm": (0, 1),
-    "grouped_mm": (0, 1),
-    "_scaled_grouped_mm": (0, 1),
-    "_int_mm": (0, 1),
-    "convolution": (0, 1),
-    "convolution_backward": (1, 2),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "convolution", "_int_mm"), (0, 1)),
+    **dict.fromkeys(("_scaled_mm", "_grouped_mm", "grouped_mm", "_scaled_grouped_mm"), (0, 1)),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm", "convolution_backward"), (1, 2)),
 }
 """Where the two operands stand."""
 

@@ -70,7 +70,6 @@ class Crossing:
 
     @property
     def name(self) -> str:
-        """The name of its port."""
         value = self.node if self.place is None else self.place
         of_kind = f".{self.kind}" if self.kind else ""
         return f"{self.direction}.{value}.{self.source}-{self.target}{of_kind}"

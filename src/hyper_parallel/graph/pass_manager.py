@@ -1,4 +1,4 @@
-"""Pass manager: graph passes with declared requirements, checked before and validated after.
+"""Pass manager: graph passes with declared conflicts, checked before and validated after.
 
 A pass never changes the graph that it is given. What validation proves of its result: the graph is well formed; inputs
 and outputs are the same; and every node that was there before still reads what the same writes left in memory, and
@@ -44,15 +44,9 @@ Contents = dict[str, tuple[str, dict[int, str]]]
 
 
 class Pass(Protocol):
-    """One rewrite."""
-
     @property
     def name(self) -> str:
         """What it is called in messages."""
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """What earlier passes must have provided."""
 
     @property
     def provides(self) -> frozenset[str]:
@@ -72,12 +66,10 @@ class Rewrite:
 
     name: str
     does: Callable[[StepGraph], StepGraph]
-    requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset()
     conflicts: frozenset[str] = frozenset()
 
     def __call__(self, step: StepGraph) -> StepGraph:
-        """The rewritten graph."""
         return self.does(step)
 
 
@@ -93,8 +85,8 @@ class Ran:
 def run_passes(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
     """Run passes one after the other; the last one's `after` is the result.
 
-    Raises GraphError when a pass requires what none before it provides, or conflicts with what one did: before any
-    has run; and when what a pass made is not the same step.
+    Raises GraphError when a pass conflicts with what one before it provides, before any has run; and when what a pass
+    made is not the same step.
     """
     check_declared(passes)
     ran: list[Ran] = []
@@ -123,16 +115,9 @@ def rewritten(step: StepGraph, passes: Sequence[Pass]) -> StepGraph:
 
 
 def check_declared(passes: Iterable[Pass]) -> None:
-    """Raise GraphError unless each pass finds what it requires, and nothing that it conflicts with."""
+    """Raise GraphError where a pass conflicts with what one before it provides."""
     provided: dict[str, str] = {}
     for one in passes:
-        missing = sorted(one.requires - provided.keys())
-        if missing:
-            there = ", ".join(provided) or "nothing"
-            raise GraphError(
-                f"pass {one.name!r} requires {', '.join(missing)}, and the passes before it provide {there}; "
-                "put the pass that provides it first"
-            )
         for known in sorted(one.conflicts & provided.keys()):
             raise GraphError(
                 f"pass {one.name!r} conflicts with {known}, which pass {provided[known]!r} provides; "

@@ -16,9 +16,8 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat.fake_tensors import fake_kernel, fake_mode
-from hyper_parallel.compat.fx_graph import expression, is_symbolic
-from hyper_parallel.graph.ir import Size, StepGraph, Value, flat_values, values_of
-from hyper_parallel.graph.likeness import label, same_number
+from hyper_parallel.graph.ir import Size, StepGraph, Value, flat_values, mapped_value, values_of
+from hyper_parallel.graph.likeness import SymbolPairs, label, same_number
 from hyper_parallel.graph.step_context import Region, region_of
 
 
@@ -53,15 +52,8 @@ def inferred(node: fx.Node, value: Any) -> tuple[Any, dict[int, Size]]:
         made.append(Value(tuple(tensor.shape), tensor.stride(), one.dtype, one.device, one.storage))
         if one.storage not in lent:
             sizes[one.storage] = tensor.untyped_storage().nbytes()
-    return _nested(value, iter(made)), sizes
-
-
-def _nested(value: Any, made: Any) -> Any:
-    if isinstance(value, Value):
-        return next(made)
-    if isinstance(value, tuple | list):
-        return type(value)(_nested(one, made) for one in value)
-    return value
+    remaining = iter(made)
+    return mapped_value(value, lambda _: next(remaining)), sizes
 
 
 def _fake(node: fx.Node) -> torch.Tensor:
@@ -139,7 +131,6 @@ class Renamer:
         return index - self._pair.a + first if inside else index
 
     def region(self, region: Region, first: int) -> Region:
-        """Likewise."""
         known = self._regions.get((region, first))
         if known is None:
             known = self._regions[region, first] = replace(region, layer=self.name(region.layer, first))
@@ -215,13 +206,13 @@ class Pattern:
     """Of each storage that A's values lie in; what `Own`, `Previous` and `Next` have is a `Made`."""
     makers: dict[int, tuple[Which, Made]] = field(default_factory=dict)
     """Each storage that A or B makes."""
-    symbols: dict[Any, Any] = field(default_factory=dict)
+    pairs: SymbolPairs = field(default_factory=SymbolPairs)
     """Symbols of A's sizes to those of B's."""
 
     @property
     def own_symbols(self) -> dict[Any, Any]:
         """Those that each period has for itself."""
-        return {mine: its for mine, its in self.symbols.items() if mine != its}
+        return {mine: its for mine, its in self.pairs.symbols.items() if mine != its}
 
 
 def pattern_of(step: StepGraph, pair: Pair, renamer: Renamer, numbers: Numbers) -> Pattern:
@@ -269,7 +260,7 @@ class _Matcher:
             if (a in by_node) != (b in by_node):
                 raise Unlike(f"{label(a)} and {label(b)}: one of them computes a size")
             if a in by_node:
-                self._pattern.symbols[by_node[a]] = by_node[b]
+                self._pattern.pairs.symbols[by_node[a]] = by_node[b]
 
     def _match_nodes(self, a: fx.Node, b: fx.Node) -> None:
         first = self._pattern.pair.b
@@ -341,7 +332,7 @@ class _Matcher:
         if len(mine) != len(its):
             raise Unlike(f"{where} give {len(mine)} and {len(its)} tensors")
         for x, y in zip(mine, its, strict=True):
-            if not self._same_value(x, y):
+            if not self._pattern.pairs.same_value(x, y):
                 raise Unlike(f"{where} give {x} and {y}")
             makers = self._pattern.makers
             found = self._reference(
@@ -349,23 +340,6 @@ class _Matcher:
             )
             if self._pattern.storages.setdefault(x.storage, found) != found:
                 raise Unlike(f"{where} lie in storages that are not alike")
-
-    def _same_value(self, a: Value, b: Value) -> bool:
-        return (
-            (a.dtype, a.device, len(a.shape)) == (b.dtype, b.device, len(b.shape))
-            and all(map(self._same_size, a.shape, b.shape))
-            and all(map(self._same_size, a.stride, b.stride))
-        )
-
-    def _same_size(self, a: Size, b: Size) -> bool:
-        if isinstance(a, int) and isinstance(b, int):
-            return a == b
-        if not (is_symbolic(a) and is_symbolic(b)):
-            return False
-        mine, its = expression(a), expression(b)
-        if mine.is_Symbol and its.is_Symbol:
-            return bool(self._pattern.symbols.setdefault(mine, its) == its)
-        return bool(mine.xreplace(self._pattern.symbols) == its)
 
     def _match_made(self) -> None:
         """Storages that A and B make have the same size, gradients of the same parameters lie in them, and the sizes
@@ -380,7 +354,8 @@ class _Matcher:
             one, other = step.storages[mine], step.storages[made["b"][at]]
             names = [step.gradients.get(index) for index in (mine, made["b"][at])]
             named = None if names[0] is None else self._renamer.name(names[0], first)
-            if one.device != other.device or not self._same_size(one.bytes, other.bytes) or named != names[1]:
+            same = pattern.pairs.same_size(one.bytes, other.bytes)
+            if one.device != other.device or not same or named != names[1]:
                 raise Unlike(f"storage {one} is not like {other}")
         for symbol, its in pattern.own_symbols.items():
             even = [step.even.get(one) for one in (symbol, its)]

@@ -16,7 +16,7 @@ That all this is so is not known from one capture; who assembles a graph compare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,7 +24,8 @@ import torch
 from torch import fx
 
 from hyper_parallel.compat.fx_graph import Substitution, another_symbol, append_call, set_meta
-from hyper_parallel.graph.ir import Even, Input, Size, StepGraph, Storage, Value
+from hyper_parallel.graph.graph_writer import GrowingGraph
+from hyper_parallel.graph.ir import Even, Input, StepGraph, Value, mapped_value
 from hyper_parallel.graph.period_pattern import (
     Counted,
     Made,
@@ -81,17 +82,14 @@ class _Assembly:
         self._first = [pair.a, *between, pair.b]
         """The first layer of each period."""
         self._last = len(self._first) - 1
-        self._graph = fx.Graph()
+        self._whole = GrowingGraph()
         self._made: dict[fx.Node, fx.Node] = {}
         """Nodes outside of A and B."""
         self._periods: list[dict[int, fx.Node]] = [{} for _ in self._first]
         """Nodes of each period by their number."""
-        self._storages: list[Storage] = []
         self._outside: dict[int, int] = {}
         self._of: list[dict[Made, int]] = [{} for _ in self._first]
         """Storages that each period makes."""
-        self._inputs: list[Input] = []
-        self._constants: dict[str, torch.Tensor] = {}
         self._input_of = dict(zip(step.placeholders, step.inputs, strict=True))
         self._symbols = self._fresh_symbols()
         self._sizes_of = [Substitution(symbols) for symbols in self._symbols]
@@ -112,24 +110,14 @@ class _Assembly:
         places = [self._pattern.place.get(node) for node in nodes]
         for node, period in self._with_copies(nodes, places, complete=True):
             if node.op == "output":
-                outputs = self._output(node)
-            elif period is None:
+                continue
+            if period is None:
                 self._write_outside(node)
             else:
                 self._write(node, period)
-        return StepGraph(
-            self._graph,
-            self._inputs,
-            outputs,
-            self._storages,
-            self._constants,
-            self._gradients(),
-            self._sizes(),
-            self._even(),
-            self._step.balanced,
-            self._step.groups,
-            self._step.slots,
-        )
+        whole = self._whole
+        whole.gradients, whole.sizes, whole.even = self._gradients(), self._sizes(), self._even()
+        return whole.finished(self._step, self._outputs())
 
     # Runs
 
@@ -166,7 +154,7 @@ class _Assembly:
         if entry is not None:
             entry = Input(self._renamer.name(entry.name, first), entry.kind)
         name = entry.name if entry is not None else None
-        value = self._value(template.meta.get("value"), lambda one: self._placed(one, period, name))
+        value = mapped_value(template.meta.get("value"), lambda one: self._placed(one, period, name))
         args, kwargs = self._pattern.arguments[at]
         made = self._append(template, self._filled(args, period), self._filled(kwargs, period), entry)
         meta = {**template.meta, "region": region, "module": module}
@@ -176,14 +164,15 @@ class _Assembly:
         self._periods[period][at] = made
 
     def _append(self, like: fx.Node, args: Any, kwargs: Any, entry: Input | None) -> fx.Node:
+        whole = self._whole
         if entry is not None:
-            self._inputs.append(entry)
-            return self._graph.placeholder(f"in_{len(self._inputs) - 1}")
+            whole.inputs.append(entry)
+            return whole.graph.placeholder(f"in_{len(whole.inputs) - 1}")
         if like.op == "get_attr":
-            name = f"constant_{len(self._constants)}"
-            self._constants[name] = self._step.constants[str(like.target)]
-            return self._graph.create_node("get_attr", name)
-        return append_call(self._graph, like.name, like.target, args, kwargs)
+            name = f"constant_{len(whole.constants)}"
+            whole.constants[name] = self._step.constants[str(like.target)]
+            return whole.graph.create_node("get_attr", name)
+        return append_call(whole.graph, like.name, like.target, args, kwargs)
 
     def _filled(self, pattern: Any, period: int) -> Any:
         """Arguments of a node of this period."""
@@ -219,13 +208,6 @@ class _Assembly:
 
     # Values
 
-    def _value(self, value: Any, placed: Callable[[Value], Value]) -> Any:
-        if isinstance(value, Value):
-            return placed(value)
-        if isinstance(value, tuple | list):
-            return type(value)(self._value(one, placed) for one in value)
-        return value
-
     def _placed(self, value: Value, period: int, name: str | None) -> Value:
         reference = self._pattern.storages[value.storage]
         size_of = self._sizes_of[period]
@@ -233,7 +215,9 @@ class _Assembly:
             index = self._of[period].get(reference.at)
             if index is None:
                 one = self._step.storages[value.storage]
-                index = self._of[period][reference.at] = self._storage(size_of(one.bytes), one.device, name)
+                index = self._of[period][reference.at] = self._whole.storage(
+                    size_of(one.bytes), one.device, name
+                )
         elif isinstance(reference, Previous):
             index = self._known(reference.first) if period == 0 else self._of[period - 1][reference.at]
         elif isinstance(reference, Next):
@@ -247,10 +231,6 @@ class _Assembly:
             stride = tuple(map(size_of, stride))
         return Value(shape, stride, value.dtype, value.device, index)
 
-    def _storage(self, size: Size, device: torch.device, name: str | None) -> int:
-        self._storages.append(Storage(len(self._storages), size, device, name))
-        return len(self._storages) - 1
-
     def _known(self, storage: int) -> int:
         """Where a storage of the captured graph is."""
         maker = self._pattern.makers.get(storage)
@@ -259,7 +239,7 @@ class _Assembly:
         index = self._outside.get(storage)
         if index is None:
             one = self._step.storages[storage]
-            index = self._outside[storage] = self._storage(one.bytes, one.device, one.name)
+            index = self._outside[storage] = self._whole.storage(one.bytes, one.device, one.name)
         return index
 
     # Nodes outside of the periods
@@ -270,16 +250,14 @@ class _Assembly:
         made.meta = dict(node.meta)
         if "value" not in node.meta:
             return
-        value = self._value(
-            node.meta["value"],
-            lambda one: Value(one.shape, one.stride, one.dtype, one.device, self._known(one.storage)),
-        )
+        value = mapped_value(node.meta["value"], lambda one: one.in_storage(self._known(one.storage)))
         grown = len(made.all_input_nodes) != len(node.all_input_nodes)
         if grown or not self._changed.isdisjoint(made.all_input_nodes):
             before = value
             value, sizes = inferred(made, before)
+            storages = self._whole.storages
             for storage, size in sizes.items():
-                self._storages[storage] = replace(self._storages[storage], bytes=size)
+                storages[storage] = replace(storages[storage], bytes=size)
             if value != before:
                 self._changed.add(made)
         made.meta["value"] = value
@@ -301,8 +279,8 @@ class _Assembly:
 
     # What the graph says besides its nodes
 
-    def _output(self, node: fx.Node) -> list[str]:
-        returned = node.args[0]
+    def _outputs(self) -> dict[str, fx.Node]:
+        returned = self._step.output.args[0]
         assert isinstance(returned, tuple | list)
         places = [self._pattern.place.get(one) for one in returned]  # type: ignore[arg-type]
         entries = list(zip(self._step.outputs, returned, strict=True))
@@ -314,9 +292,7 @@ class _Assembly:
             else:
                 names.append(self._renamer.name(name, self._first[period]))
                 given.append(self._periods[period][self._pattern.place[source][1]])  # type: ignore[index]
-        made = self._graph.output(tuple(given))
-        made.meta = dict(node.meta)
-        return self._counted(names)
+        return dict(zip(self._counted(names), given, strict=True))
 
     def _counted(self, names: list[str]) -> list[str]:
         """The names, those that are numbers after a common beginning counted anew."""

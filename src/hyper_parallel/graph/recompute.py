@@ -19,15 +19,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import fx
 
 from hyper_parallel.compat.fx_graph import copy_node
 from hyper_parallel.errors import GraphError
 from hyper_parallel.graph.dependencies import later
+from hyper_parallel.graph.graph_writer import moved_meta
 from hyper_parallel.graph.host_nodes import HOST
-from hyper_parallel.graph.ir import StepGraph, Storage, Value, is_collective, values_of
+from hyper_parallel.graph.ir import StepGraph, Storage, is_collective, values_of
 from hyper_parallel.graph.liveness import of_weights
 from hyper_parallel.graph.memory_effects import (
     draws_random,
@@ -77,12 +78,6 @@ def repeatable(
     """Those of the storages that `recompute` does not refuse."""
     repeater = _Repeater(step, frozenset(), collectives, lates=lates)
     return [storage for storage in storages if repeater.refusal(storage) is None]
-
-
-def chains(step: StepGraph, storages: Iterable[int]) -> dict[int, list[fx.Node]]:
-    """Those of the storages that `recompute` does not refuse, to the nodes that it would repeat for each alone."""
-    repeater = _Repeater(step, frozenset(), "weights")
-    return {storage: repeater.chain(storage) for storage in storages if repeater.refusal(storage) is None}
 
 
 def affordable(
@@ -377,19 +372,3 @@ class _Repeater:
             for source in node.all_input_nodes
             for old, new in zip(values_of(source), values_of(instead.get(source, source)), strict=True)
         }
-
-
-def moved_meta(node: fx.Node, places: Mapping[int, int]) -> dict[str, Any]:
-    """A node's meta with some storages in the place of others."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, Value):
-            return replace(value, storage=places.get(value.storage, value.storage))
-        if isinstance(value, tuple | list):
-            return type(value)(moved(part) for part in value)
-        return value
-
-    meta = {key: moved(node.meta[key]) for key in ("value",) if key in node.meta}
-    if "writes" in node.meta:
-        meta["writes"] = tuple(places.get(storage, storage) for storage in node.meta["writes"])
-    return {**node.meta, **meta}

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph.dependencies import dependencies
+from hyper_parallel.graph.dependencies import dependencies, needed
 from hyper_parallel.graph.gradients import GRADIENT, sums_last
 from hyper_parallel.graph.graph_writer import GraphWriter
 from hyper_parallel.graph.host_nodes import HostPoint
@@ -39,8 +39,6 @@ _CLONE = torch.ops.aten.clone.default
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline."""
-
     number: int
     step: StepGraph
     receives: tuple[Crossing, ...]
@@ -73,29 +71,21 @@ def partition(step: StepGraph, stage_of: StageOf, stages: int, *, kind: int | No
     if apart is not step:
         step, labels = apart, label(apart, stage_of, stages)
     outputs = contributions(step, labels)
-    needed = _needed(step, outputs)
-    crossing = crossings(step, labels, set(needed), kind=kind)
-    made = tuple(
-        _Builder(step, labels, needed, crossing, outputs, number).stage() for number in range(stages)
-    )
+    nodes = _used_nodes(step, outputs)
+    crossing = crossings(step, labels, set(nodes), kind=kind)
+    made = tuple(_Builder(step, labels, nodes, crossing, outputs, number).stage() for number in range(stages))
     parts = {
         name: tuple(sorted({labels.stage.get(node, 0) for node in nodes})) for name, nodes in outputs.items()
     }
     return Partition(made, {name: found for name, found in parts.items() if len(found) > 1})
 
 
-def _needed(step: StepGraph, outputs: Mapping[str, Sequence[fx.Node]]) -> list[fx.Node]:
+def _used_nodes(step: StepGraph, outputs: Mapping[str, Sequence[fx.Node]]) -> list[fx.Node]:
     """The nodes that the outputs need, in order: sums that were taken apart are not."""
-    needs = dependencies(step)
-    left = [node for nodes in outputs.values() for node in nodes if node.op == "call_function"]
     lasting = {storage.index for storage in step.storages if storage.name is not None}
-    left += [node for node in step.nodes if writes(node) & lasting]
-    found: set[fx.Node] = set()
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left.extend(needs[node])
+    wanted = [node for nodes in outputs.values() for node in nodes]
+    wanted += [node for node in step.nodes if writes(node) & lasting]
+    found = needed(dependencies(step), wanted)
     return [node for node in step.nodes if node in found]
 
 
@@ -106,7 +96,7 @@ class _Builder:
         self,
         step: StepGraph,
         labels: Labels,
-        needed: Sequence[fx.Node],
+        used: Sequence[fx.Node],
         crossing: Sequence[Crossing],
         outputs: Mapping[str, Sequence[fx.Node]],
         number: int,
@@ -126,7 +116,7 @@ class _Builder:
         }
         self._outputs = {name: nodes for name, nodes in mine_of.items() if nodes}
         """Each output to its parts in this stage."""
-        mine = [node for node in needed if labels.stage.get(node) == number]
+        mine = [node for node in used if labels.stage.get(node) == number]
         self._forward, self._backward = self._with_repeated(mine)
         if not mine:
             raise GraphError(f"stage {number} of the pipeline has nothing to compute; use fewer stages")
@@ -172,24 +162,23 @@ class _Builder:
         )
 
     def stage(self) -> Stage:
-        """The stage."""
         forward, inputs, weights = self._order
         writer = self._writer
         used = {source for node in (*self._forward, *self._backward) for source in node.all_input_nodes}
-        writer.inputs(used | {node for parts in self._outputs.values() for node in parts})
+        writer.add_used_inputs(used | {node for parts in self._outputs.values() for node in parts})
         for one in self._receives:
             writer.given(self._by_name[one.node], one.name, "input", "forward")
         for node in forward:
             self._emit(node)
-        writer.host(HostPoint.FORWARD, self._shown(self._sends), "forward")
+        writer.host_point(HostPoint.FORWARD, self._shown(self._sends), "forward")
         for one in self._back_in:
             writer.answered(self._by_name[one.node], "backward")
         for node in inputs:
             self._emit(node)
-        writer.host(HostPoint.INPUT, self._shown(self._back_out), "backward")
+        writer.host_point(HostPoint.INPUT, self._shown(self._back_out), "backward")
         for node in weights:
             self._emit(node)
-        step = writer.finished({name: self._sum(nodes) for name, nodes in self._outputs.items()}, "backward")
+        step = writer.result({name: self._sum(nodes) for name, nodes in self._outputs.items()}, "backward")
         return Stage(self._number, step, self._receives, self._sends, self._back_in, self._back_out)
 
     def _shown(self, sent: Sequence[Crossing]) -> list[fx.Node]:
@@ -214,11 +203,5 @@ class _Builder:
     def _input_gradients(self) -> set[fx.Node]:
         """The backward nodes that must run before what goes back can be sent."""
         mine = set(self._backward)
-        left = [self._by_name[name] for one in self._back_out for name in (one.node, one.written_by)]
-        found: set[fx.Node] = set()
-        while left:
-            node = left.pop()
-            if node in mine and node not in found:
-                found.add(node)
-                left.extend(self._needs[node])
-        return found
+        sent = [self._by_name[name] for one in self._back_out for name in (one.node, one.written_by)]
+        return needed({node: mine.intersection(self._needs[node]) for node in mine}, sent)

@@ -41,13 +41,10 @@ _COALESCED = {
 
 @dataclass(frozen=True)
 class Buckets:
-    """The pass."""
-
     bytes: float = math.inf
     """Most that one call gives; a larger tensor goes alone."""
 
     name: str = "buckets"
-    requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset({"buckets"})
     conflicts: frozenset[str] = frozenset({SCHEDULE, "buckets"})
 

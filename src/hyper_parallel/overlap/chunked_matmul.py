@@ -36,7 +36,7 @@ from hyper_parallel.graph.pass_manager import SCHEDULE
 from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.overlap.node_patterns import (
     RESHAPES,
-    GraphWriter,
+    StepEditor,
     column_sources,
     contiguous_strides,
     is_contiguous,
@@ -88,19 +88,18 @@ class Chunks:
     backward: Chunked = WHOLE
 
     name: str = "chunks"
-    requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset({"chunks"})
     conflicts: frozenset[str] = frozenset({SCHEDULE, "chunks"})
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The graph with collectives in pieces; what does not divide by their number stays whole."""
         made, _ = step.copied()
-        writer = GraphWriter(made)
+        editor = StepEditor(made)
         for found in patterns(made):
             count = self._count(found)
             if count > 1 and found.divides(count):
-                found.make(writer, count)
-        writer.finish()
+                found.make(editor, count)
+        editor.finish()
         return made
 
     def _count(self, found: _Change) -> int:
@@ -154,7 +153,6 @@ class _Gathers:
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:
-        """Nodes that leave the graph."""
         return (self.begin, *self.products)
 
     def divides(self, count: int) -> bool:
@@ -165,8 +163,7 @@ class _Gathers:
     def _rows(self) -> int:
         return int(tensor_value(self.begin).shape[0]) // self.ranks
 
-    def make(self, writer: GraphWriter, count: int) -> None:
-        """Put the pieces in its place."""
+    def make(self, editor: StepEditor, count: int) -> None:
         source = self.begin.args[0]
         assert isinstance(source, fx.Node)
         rows = self._rows // count
@@ -174,46 +171,46 @@ class _Gathers:
         shape = (rows, width)
         pieces = []
         for at in range(count):
-            with writer.at(self.begin):
-                piece = writer.view(
+            with editor.at(self.begin):
+                piece = editor.view(
                     _aten.slice.Tensor,
                     (source, 0, at * rows, (at + 1) * rows),
                     shape,
                     tensor_value(source).stride,
                     source,
                 )
-                begun = writer.new(_GATHER, (piece, *self.begin.args[1:]), (rows * self.ranks, width))
+                begun = editor.new(_GATHER, (piece, *self.begin.args[1:]), (rows * self.ranks, width))
                 begun.meta["chunk"] = (self.begin.name, at)
-                pieces.append(writer.waited(self.wait, begun))
+                pieces.append(editor.waited(self.wait, begun))
         for product in self.products:
             place = _ROWS_AT[product.target]
-            with writer.at(product):
+            with editor.at(product):
                 made = []
                 for piece in pieces:
                     columns = tensor_value(product).shape[1]
                     args = (*product.args[:place], piece, *product.args[place + 1 :])
                     made.append(
-                        writer.new(product.target, args, (rows * self.ranks, columns), product.kwargs)
+                        editor.new(product.target, args, (rows * self.ranks, columns), product.kwargs)
                     )
-                writer.replaced(product, self._in_order(writer, made))
+                editor.replaced(product, self._in_order(editor, made))
         if self.joined:
-            with writer.at(self.wait):
-                writer.replaced(self.wait, self._in_order(writer, pieces))
-        writer.unused(self.wait)
+            with editor.at(self.wait):
+                editor.replaced(self.wait, self._in_order(editor, pieces))
+        editor.unused(self.wait)
 
-    def _in_order(self, writer: GraphWriter, pieces: Sequence[fx.Node]) -> fx.Node:
+    def _in_order(self, editor: StepEditor, pieces: Sequence[fx.Node]) -> fx.Node:
         """Rows of pieces, (piece, rank), in the order of the whole, (rank, piece)."""
         parts = []
         for piece in pieces:
             rows, columns = tensor_value(piece).shape
             shape: tuple[Any, ...] = (self.ranks, rows // self.ranks, columns)
             parts.append(
-                writer.view(_aten.view.default, (piece, list(shape)), shape, contiguous_strides(shape), piece)
+                editor.view(_aten.view.default, (piece, list(shape)), shape, contiguous_strides(shape), piece)
             )
         (_, rows, columns) = tensor_value(parts[0]).shape
-        whole = writer.new(_aten.cat.default, (parts, 1), (self.ranks, rows * len(parts), columns))
+        whole = editor.new(_aten.cat.default, (parts, 1), (self.ranks, rows * len(parts), columns))
         shape = (self.ranks * rows * len(parts), columns)
-        return writer.view(_aten.view.default, (whole, list(shape)), shape, contiguous_strides(shape), whole)
+        return editor.view(_aten.view.default, (whole, list(shape)), shape, contiguous_strides(shape), whole)
 
 
 @dataclass(frozen=True)
@@ -228,38 +225,36 @@ class _Sends:
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:
-        """Nodes that leave the graph."""
         return (*self.tree, self.begin)
 
     def divides(self, count: int) -> bool:
         """Whether the columns go in so many pieces."""
         return int(tensor_value(self.begin).shape[-1]) % count == 0
 
-    def make(self, writer: GraphWriter, count: int) -> None:
-        """Put the pieces in its place."""
+    def make(self, editor: StepEditor, count: int) -> None:
         columns = int(tensor_value(self.begin).shape[-1]) // count
         received = []
         for at in range(count):
             made: dict[fx.Node, fx.Node] = {}
             for node in self.tree:
-                with writer.at(self.begin, node):
-                    made[node] = self._piece(writer, node, made, at * columns, columns)
-            with writer.at(self.begin):
+                with editor.at(self.begin, node):
+                    made[node] = self._piece(editor, node, made, at * columns, columns)
+            with editor.at(self.begin):
                 given = self.begin.args[0]
                 assert isinstance(given, fx.Node)
                 shape = (*tensor_value(self.begin).shape[:-1], columns)
-                begun = writer.new(self.begin.target, (made[given], *self.begin.args[1:]), shape)
+                begun = editor.new(self.begin.target, (made[given], *self.begin.args[1:]), shape)
                 begun.meta["chunk"] = (self.begin.name, at)
-                received.append(writer.waited(self.wait, begun))
-        with writer.at(self.wait):
-            writer.replaced(
-                self.wait, writer.new(_aten.cat.default, (received, -1), tensor_value(self.wait).shape)
+                received.append(editor.waited(self.wait, begun))
+        with editor.at(self.wait):
+            editor.replaced(
+                self.wait, editor.new(_aten.cat.default, (received, -1), tensor_value(self.wait).shape)
             )
-        writer.unused(self.wait)
+        editor.unused(self.wait)
 
     @staticmethod
     def _piece(
-        writer: GraphWriter, node: fx.Node, made: dict[fx.Node, fx.Node], start: int, columns: int
+        editor: StepEditor, node: fx.Node, made: dict[fx.Node, fx.Node], start: int, columns: int
     ) -> fx.Node:
         """Some columns of what a node of the tree gives."""
         shape = (*tensor_value(node).shape[:-1], columns)
@@ -269,7 +264,7 @@ class _Sends:
             assert isinstance(factor, fx.Node)
             value = tensor_value(factor)
             dim = len(value.shape) - 1
-            args[1] = writer.view(
+            args[1] = editor.view(
                 _aten.slice.Tensor,
                 (factor, dim, start, start + columns),
                 (*value.shape[:-1], columns),
@@ -280,8 +275,8 @@ class _Sends:
             (given,) = (made[arg] for arg in node.all_input_nodes if arg in made)
             if len(args) > 1:
                 args[1] = [*args[1][:-1], columns]
-            return writer.view(node.target, tuple(args), shape, contiguous_strides(shape), given)
-        return writer.new(node.target, tuple(args), shape, node.kwargs)
+            return editor.view(node.target, tuple(args), shape, contiguous_strides(shape), given)
+        return editor.new(node.target, tuple(args), shape, node.kwargs)
 
 
 _Change = _Gathers | _Sends

@@ -27,7 +27,6 @@ class FsdpBaseline:
     """The pass; only the order of the nodes changes."""
 
     name = "usual"
-    requires: frozenset[str] = frozenset()
     provides = frozenset({SCHEDULE})
     conflicts = frozenset({SCHEDULE})
 

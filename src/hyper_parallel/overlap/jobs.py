@@ -19,6 +19,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import Input, StepGraph, lifetimes, values_of
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.dependencies import dependencies
+from hyper_parallel.graph.graph_writer import GraphWriter
 from hyper_parallel.graph.ir import is_collective, is_wait
 from hyper_parallel.graph.liveness import Lifetime, of_weights
 from hyper_parallel.graph.memory_effects import begun, storages_of
@@ -186,42 +187,26 @@ def excerpt(step: StepGraph, layers: int, phase: Phase) -> StepGraph:
     first = max(0, (len(names) - layers + 1) // 2)
     chosen = set(names[first : first + layers])
     weights = of_weights(step, nodes)
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    inputs: list[Input] = []
+    writer = GraphWriter(step)
+    writer.gradients.clear()
     kinds = {node: entry.kind for entry, node in zip(step.inputs, step.placeholders, strict=True)}
     kept = [node for node in nodes if region_of(node).layer in chosen and region_of(node).phase == phase]
     inside = set(kept)
     for node in kept:
         for source in node.all_input_nodes:
-            if source in inside or source in new:
+            if source in inside or source in writer.made:
                 continue
             if source.op == "get_attr":
-                new[source] = graph.get_attr(str(source.target))
+                writer.add_constant(source)
             else:
-                new[source] = graph.placeholder(source.name)
                 lasting = kinds.get(source) == "parameter" or any(
                     value.storage in weights for value in values_of(source)
                 )
-                inputs.append(Input(source.name, "parameter" if lasting else "input"))
-            new[source].meta = dict(source.meta)
+                entry = Input(source.name, "parameter" if lasting else "input")
+                writer.made[source] = writer.add_input(entry, source, source.meta.get("value"))
     for node in kept:
-        new[node] = graph.node_copy(node, lambda source: new[source])
-        new[node].meta = dict(node.meta)
-    graph.output(())
-    sizes = {symbol: new[node] for symbol, node in step.sizes.items() if node in new}
-    return StepGraph(
-        graph,
-        inputs,
-        [],
-        list(step.storages),
-        dict(step.constants),
-        {},
-        sizes,
-        dict(step.even),
-        step.balanced,
-        step.groups,
-    )
+        writer.emit(node)
+    return writer.result({}, phase)
 
 
 _LAYERS = 2

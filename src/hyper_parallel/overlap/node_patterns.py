@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from hyper_parallel.graph import StepGraph, Storage, Value
+from hyper_parallel.graph.graph_writer import moved_meta
 from hyper_parallel.graph.ir import is_collective, is_wait
 from hyper_parallel.graph.memory_effects import has_effect
-from hyper_parallel.graph.recompute import moved_meta
 
 _aten = torch.ops.aten
 RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.alias.default})
@@ -100,7 +100,7 @@ def tensor_value(node: Any) -> Value:
     return value
 
 
-class GraphWriter:
+class StepEditor:
     """Puts nodes into a graph with all that a node must know of itself."""
 
     def __init__(self, step: StepGraph) -> None:

@@ -253,7 +253,6 @@ class Overlapped:
     """The step as it was where `chosen` is None."""
     before: Timeline
     after: Timeline
-    """Both simulated."""
     tried: tuple[Tried, ...]
     """By predicted time, which is that of the short step where there is one."""
     chosen: Tried | None
@@ -325,7 +324,6 @@ class Overlap:
     pieces: bool = True
 
     name: str = "overlap"
-    requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset({SCHEDULE, "overlap"})
     conflicts: frozenset[str] = frozenset({SCHEDULE})
 

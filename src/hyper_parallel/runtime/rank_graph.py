@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from hyper_parallel.graph import StepGraph
-from hyper_parallel.graph.copy_nodes import GrowingGraph, NodeCopies, moved
+from hyper_parallel.graph.copy_nodes import NodeCopies
 from hyper_parallel.graph.execute import ready_outputs
 from hyper_parallel.graph.gradients import GRADIENT
-from hyper_parallel.graph.graph_writer import span
+from hyper_parallel.graph.graph_writer import GrowingGraph, span
 from hyper_parallel.graph.host_nodes import HOST, HostPoint
 from hyper_parallel.graph.ir import Input, Kind, Value, is_wait, values_of
 from hyper_parallel.graph.partition import Crossing
@@ -117,7 +117,7 @@ class RankWriter(InstructionLoop[fx.Node]):
         if index is None:
             storage = step.storages[value.storage]
             index = homes[value.storage] = self._whole.storage(storage.bytes, storage.device, name)
-        self._whole.add_input(Input(name, kind), node, moved(value, index))
+        self._whole.add_input(Input(name, kind), node, value.in_storage(index))
 
     def schedule(self) -> dict[str, fx.Node]:
         """Write the gathers and the whole instruction list; the outputs of the stages, summed over micro-batches."""
@@ -155,7 +155,7 @@ class RankWriter(InstructionLoop[fx.Node]):
         """Their sum, in memory of its own."""
         (value,) = values_of(one)
         index = self._whole.storage(value.elements * value.dtype.itemsize, value.device)
-        return self._whole.call(_ADD, (one, other), one.meta["region"], replace(value, storage=index))
+        return self._whole.call(_ADD, (one, other), one.meta["region"], value.in_storage(index))
 
     def zeros(self, like: Value) -> fx.Node:
         """Zeros of this shape."""

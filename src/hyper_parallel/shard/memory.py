@@ -136,7 +136,7 @@ def regather_pass(strategy: Strategy) -> Pass | None:
     def gather_again(step: StepGraph) -> StepGraph:
         return regather(step, kept=lambda module: _stays(module, memory))
 
-    return Rewrite("regather", gather_again, provides=frozenset({"regathered"}))
+    return Rewrite("regather", gather_again)
 
 
 def recompute_pass(strategy: Strategy, modules: Sequence[str]) -> Pass | None:

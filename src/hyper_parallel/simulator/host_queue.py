@@ -153,9 +153,9 @@ class Sharing(Generic[T]):
 # This is `simulator.engine` for a trace of one rank class in which no two transfers share a link, and kernels take as
 # long beside collectives as alone: there both give the same times. It costs a few additions for each transfer instead
 # of events, so that schedulers can ask it thousands of times. All that say when a transfer ends ask it: `replay` of an
-# offload plan and its incremental form (`Draft.stall`), the search for leaves (`edf_schedule`), the placement's links,
-# and list scheduling. Links that are fluids (`greedy_selection`, `lp_relaxation`) and latest starts (`placement`) are
-# relaxations: they say what no schedule can beat, or what to begin with, and not when something ends.
+# offload plan, the search for leaves (`edf_schedule`), the placement's links, and list scheduling. Links that are
+# fluids (`greedy_selection`) and latest starts (`placement`) are relaxations: they say what to begin with, and not when
+# something ends.
 
 Q = TypeVar("Q", bound=Hashable)
 

@@ -27,7 +27,7 @@ from hyper_parallel.graph import Kind, StepGraph, capture, host, is_cache, phase
 from hyper_parallel.graph.gradients import owned
 from hyper_parallel.graph.guards import Question, Questions
 from hyper_parallel.graph.host_nodes import HOST, HostPoint
-from hyper_parallel.graph.ir import GivenTensor, module_state
+from hyper_parallel.graph.ir import GivenTensor, module_state, state_tensors
 from hyper_parallel.graph.memory_effects import reads, touched
 from hyper_parallel.offloading.autograd.captured_inputs import (
     CallSignature,
@@ -122,44 +122,51 @@ def staying(state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> frozenset[
     )
 
 
-def capture_passes(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    call: CallSignature,
-    through: Sequence[str] | None,
-    keep: bool,
-    around: Around | None,
-    state: Snapshot,
-) -> Passes:
-    """Capture the forward and backward pass of one call of `model`, whose forward method is `forward`.
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of a model whose gradients are wanted."""
 
-    `around`: the context of a parallelized model; the first argument of `call`, and of `forward`, is then the context
-    that the call found. `through`: the fields of the result that receive gradients; None to decide from the result.
-    `keep`: the caller may hold the other fields until the backward pass is over. `state`: the Python state, which is
-    afterwards what it was before. Guards are evaluated on the call's tensors. Raises CaptureError where the passes
-    cannot be captured.
+    model: nn.Module
+    forward: Callable[..., Any]
+    """The model's own forward method."""
+    signature: CallSignature
+    """Of a parallelized model, the first argument, also of `forward`, is the context that the call found."""
+    state: Snapshot
+    """The Python state that the call finds."""
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """What a model's passes are captured for."""
+
+    through: Sequence[str] | None = None
+    """The fields of the result that receive gradients; None to decide from the result."""
+    keep: bool = False
+    """The caller may hold the other fields until the backward pass is over."""
+    around: Around | None = None
+    """The context of a parallelized model."""
+
+
+def capture_passes(call: ModelCall, settings: PassSettings) -> Passes:
+    """Capture the forward and backward pass of a call. The Python state is afterwards what it was before.
+
+    Guards are evaluated on the call's tensors. Raises CaptureError where the passes cannot be captured.
     """
     made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
     try:
-        passes = _capture_passes(model, forward, call, through, keep, around, state, made)
+        passes = _capture_passes(call, settings, made)
     except BaseException:
-        state.clear_caches()
+        call.state.clear_caches()
         raise
-    check_released(made, state)
+    check_released(made, call.state)
     return passes
 
 
 def _capture_passes(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    call: CallSignature,
-    through: Sequence[str] | None,
-    keep: bool,
-    around: Around | None,
-    state: Snapshot,
-    made: weakref.WeakValueDictionary[int, Tensor],
+    model_call: ModelCall, settings: PassSettings, made: weakref.WeakValueDictionary[int, Tensor]
 ) -> Passes:
     """As `capture_passes`. `made` is given all tensors of the capture."""
+    model, call, state, around = model_call.model, model_call.signature, model_call.state, settings.around
     # Plans support data-dependent sizes only for the rows of experts.
     spread_experts = around is not None and bool(around.handle.plan.experts)
     mode = fake_mode_with_symbols() if spread_experts else fake_mode()
@@ -168,7 +175,7 @@ def _capture_passes(
     outside = OutsideTensors(mode, questions, state, [*state.state.values(), *call.tensors])
     with faked(model, mode), following(model, state), mode:
         given = [_empty(tensor) for tensor in call.tensors]
-        body = _Body(model, forward, call, given, through, keep, around, state)
+        body = _Body(model_call, settings, given)
         inputs = {name: GivenTensor("input", tensor) for name, tensor in zip(call.names, given, strict=True)}
         fakes = [dict(module._buffers) for module in model.modules()]
         try:
@@ -222,22 +229,10 @@ def _empty(like: Tensor) -> Tensor:
 class _Body:
     """Both passes, on whatever tensors the model has."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        call: CallSignature,
-        given: Sequence[Tensor],
-        through: Sequence[str] | None,
-        keep: bool,
-        around: Around | None,
-        state: Snapshot,
-    ) -> None:
-        self._around, self._state = around, state
-        self._model, self._forward, self._call, self._given = model, forward, call, given
-        self._through, self._keep = through, keep
-        named = {**{name: tensor for name, (_, tensor) in module_state(model).items()}}
-        named.update(zip(call.names, given, strict=True))
+    def __init__(self, call: ModelCall, settings: PassSettings, given: Sequence[Tensor]) -> None:
+        self._call, self._settings, self._given, self._state = call, settings, given, call.state
+        named = state_tensors(call.model)
+        named.update(zip(call.signature.names, given, strict=True))
         self._wanted = {tensor: name for name, tensor in named.items() if tensor.requires_grad}
         self._of: dict[Tensor, Tensor] = {}
         self._taken: set[int] = set()
@@ -274,20 +269,19 @@ class _Body:
         return tuple(self.gradients) or tuple(self._wanted.values())[:1]
 
     def forget(self) -> None:
-        """Let go of the gradients."""
         self._of.clear()
 
     def __call__(self) -> Mapping[str, Tensor]:
         with torch.enable_grad():
-            returned = self._call.run(self._forward, self._given)
+            returned = self._call.signature.run(self._call.forward, self._given)
         assert self._transaction is not None
         changes = self._transaction.changes()
         self.effects, behind, places = effects_of(
-            changes, self._state, {id(x): name for name, (_, x) in module_state(self._model).items()}
+            changes, self._state, {id(x): name for name, x in state_tensors(self._call.model).items()}
         )
         tensors = self._read(returned, behind, places)
         through = [tensor for tensor, output in zip(tensors, self.outputs, strict=True) if output.through]
-        state = [tensor.detach() for _, tensor in module_state(self._model).values()]
+        state = [tensor.detach() for tensor in state_tensors(self._call.model).values()]
         with torch.no_grad():
             shown = [tensor.detach() for tensor in tensors]
             answers = [
@@ -330,7 +324,8 @@ class _Body:
     def _leave(self) -> Mapping[str, Tensor]:
         """What the passes leave around them, by the names of outputs."""
         named: dict[str, Tensor] = {}
-        for what, tensor in (self._around.left() if self._around is not None else {}).items():
+        around = self._settings.around
+        for what, tensor in (around.left() if around is not None else {}).items():
             if tensor is None:
                 self.left[what] = None
                 continue
@@ -372,7 +367,7 @@ class _Body:
                 elif not isinstance(leaf, _PLAIN):
                     raise CaptureError(_opaque(name, leaf))
         self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        through = self._through if self._through is not None else _assumed(names, tensors)
+        through = self._settings.through if self._settings.through is not None else _assumed(names, tensors)
         results = len(tensors)
         tensors += behind
         names += places
@@ -381,7 +376,7 @@ class _Body:
                 name,
                 x.requires_grad,
                 x.requires_grad and name in through,
-                self._keep or at >= results or (x.requires_grad and name in through),
+                self._settings.keep or at >= results or (x.requires_grad and name in through),
                 x.dtype,
             )
             for at, (name, x) in enumerate(zip(names, tensors, strict=True))

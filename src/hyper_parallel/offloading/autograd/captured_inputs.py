@@ -20,7 +20,7 @@ from hyper_parallel.compat.fake_tensors import fake_of
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.guards import Questions
-from hyper_parallel.graph.ir import module_state
+from hyper_parallel.graph.ir import state_tensors
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.offloading.autograd.python_state import ARGUMENTS
 from hyper_parallel.offloading.autograd.state_snapshot import Place, Snapshot, is_opaque, tensor_token
@@ -42,7 +42,6 @@ class CallSignature:
     leaves: tuple[Any, ...]
     """All leaves of the arguments, a `TensorSlot` for each tensor."""
     shape: Any
-    """Of the tree."""
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallSignature:
@@ -211,7 +210,7 @@ def following(model: nn.Module, state: Snapshot) -> Iterator[None]:
     """Inside, attributes, containers and closures that hold a parameter or a buffer of the model hold what its module
     has in the place of it."""
     names = {id(tensor): name for name, tensor in state.state.items()}
-    now = {name: tensor for name, (_, tensor) in module_state(model).items()}
+    now = state_tensors(model)
     held: list[tuple[Place, Any, Any]] = []
     for place in state.tensors.values():
         tensor = place.get()

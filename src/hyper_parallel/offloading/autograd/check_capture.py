@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hyper_parallel.compat import Backend
 from hyper_parallel.compat.dispatch import leaves_of, outside_modes, without_autocast
@@ -30,12 +30,11 @@ from hyper_parallel.compat.hf_conversions import computed_once
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.graph.capture_overrides import set_state
 from hyper_parallel.graph.capture_overrides import state_of as random_state_of
-from hyper_parallel.graph.ir import module_state
+from hyper_parallel.graph.ir import state_tensors
 from hyper_parallel.offloading.autograd.budget import WHOLES
-from hyper_parallel.offloading.autograd.capture_passes import Passes, staying
-from hyper_parallel.offloading.autograd.captured_inputs import CallSignature, following
+from hyper_parallel.offloading.autograd.capture_passes import ModelCall, Passes, staying
+from hyper_parallel.offloading.autograd.captured_inputs import following
 from hyper_parallel.offloading.autograd.side_effects import Transaction
-from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.two_passes import (
     SEED,
     Ready,
@@ -53,19 +52,16 @@ log = logging.getLogger(__name__)
 class Check:
     """Holds one plan against the model's own passes."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., object],
-        call: CallSignature,
-        ready: Ready,
-        backend: Backend,
-        state: Snapshot,
-    ) -> None:
-        self._model, self._forward, self._call, self._ready = model, forward, call, ready
-        self._backend, self._state = backend, state
-        self._outside = ready.passes.outside_now(state) or {}
-        self._device = next(model.parameters()).device
+    def __init__(self, call: ModelCall, ready: Ready, backend: Backend) -> None:
+        self._model, self._forward, self._call, self._state = (
+            call.model,
+            call.forward,
+            call.signature,
+            call.state,
+        )
+        self._ready, self._backend = ready, backend
+        self._outside = ready.passes.outside_now(call.state) or {}
+        self._device = next(call.model.parameters()).device
         self._generators = _generators(ready.passes)
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Buffers and inputs as uint8 [n], and their copies."""
@@ -136,7 +132,7 @@ class Check:
     def _own(self, tiers: Mapping[str, Tier], budget: int, closely: bool) -> dict[str, TensorDigest]:
         """What comes of the model's own passes, paged."""
         model, call, passes = self._model, self._call, self._ready.passes
-        state = {name: tensor for name, (_, tensor) in module_state(model).items()}
+        state = state_tensors(model)
         shared = staying(state, call.tensors)
         moving = [x for name, x in state.items() if name.startswith("parameter.") and name not in shared]
         ids = {id(x) for x in moving}
@@ -163,10 +159,7 @@ class Check:
     def _run_own(self, closely: bool) -> dict[str, TensorDigest]:
         call, passes = self._call, self._ready.passes
         given = [x.detach().requires_grad_(x.requires_grad) for x in call.tensors]
-        named = {
-            **{name: x for name, (_, x) in module_state(self._model).items()},
-            **dict(zip(call.names, given, strict=True)),
-        }
+        named = state_tensors(self._model) | dict(zip(call.names, given, strict=True))
         with torch.enable_grad():
             tensors = [x for x in leaves_of(call.run(self._forward, given)) if isinstance(x, Tensor)]
         tensors += [x for effect in passes.effects for x in effect.left(self._state)]
@@ -199,7 +192,7 @@ class Check:
 
     def _run_planned(self, closely: bool) -> dict[str, TensorDigest]:
         passes = self._ready.passes
-        tensors = {**{name: x for name, (_, x) in module_state(self._model).items()}, **self._call.named}
+        tensors = {**state_tensors(self._model), **self._call.named}
         run = Run(self._ready, tensors | self._outside)
         with torch.no_grad():
             outputs = run.forward()
@@ -229,8 +222,8 @@ class Check:
             f"the random state of {name}": digest_of(_tensor(state), closely)
             for name, state in self._states().items()
         }
-        for name, (kind, tensor) in module_state(self._model).items():
-            if kind == "buffer":
+        for name, tensor in state_tensors(self._model).items():
+            if name.startswith("buffer."):
                 found[f"{_named(name)} afterwards"] = digest_of(tensor, closely)
         return found
 
@@ -252,7 +245,7 @@ class Check:
         """Afterwards the random state, the buffers and the inputs are what they are now. Copies of the latter two lie
         in the host's memory."""
         states = self._states()
-        tensors = [x for name, (_, x) in module_state(self._model).items() if name.startswith("buffer.")]
+        tensors = [x for name, x in state_tensors(self._model).items() if name.startswith("buffer.")]
         tensors += [*self._call.tensors, *self._outside.values()]
         storages = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         with outside_modes():

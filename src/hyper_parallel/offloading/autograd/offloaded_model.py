@@ -26,6 +26,7 @@ from hyper_parallel.compat.fsdp import fully_sharded
 from hyper_parallel.compat.memory import is_mapped
 from hyper_parallel.errors import BudgetError, HyperParallelError
 from hyper_parallel.offloading.autograd.budget import ResidentMemory, Swap
+from hyper_parallel.offloading.autograd.capture_passes import PassSettings
 from hyper_parallel.offloading.autograd.captured_inputs import CallSignature
 from hyper_parallel.offloading.autograd.parallel_context import Around, agreed
 from hyper_parallel.offloading.autograd.plan_cache import Plans
@@ -97,9 +98,7 @@ def offload(
             None if host is None else _bytes(host),
             flash,
             cluster,
-            None if through is None else tuple(through),
-            keep_results,
-            around,
+            PassSettings(None if through is None else tuple(through), keep_results, around),
             check,
         ),
     )
@@ -308,7 +307,6 @@ class Offloaded:
             return self._forward(*rest, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
         if self._own is not None:
             return self._own(*args, **kwargs)
         model: Any = self._model()

@@ -21,10 +21,17 @@ from hyper_parallel.graph import StepGraph, balanced_sizes, executable, rewritte
 from hyper_parallel.graph.dynamic_sizes import largest_sizes
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.autograd.budget import Swap, with_resident_inputs
-from hyper_parallel.offloading.autograd.capture_passes import Passes, capture_passes, exact, late, staying
+from hyper_parallel.offloading.autograd.capture_passes import (
+    ModelCall,
+    Passes,
+    PassSettings,
+    capture_passes,
+    exact,
+    late,
+    staying,
+)
 from hyper_parallel.offloading.autograd.captured_inputs import CallSignature
 from hyper_parallel.offloading.autograd.check_capture import Check
-from hyper_parallel.offloading.autograd.parallel_context import Around
 from hyper_parallel.offloading.autograd.python_state import PythonState
 from hyper_parallel.offloading.autograd.state_snapshot import Snapshot
 from hyper_parallel.offloading.autograd.two_passes import Ready
@@ -56,21 +63,19 @@ class Plans:
         host: int | None,
         flash: str | Path | None,
         cluster: Cluster | None,
-        through: Sequence[str] | None,
-        keep: bool,
-        around: Around | None = None,
+        settings: PassSettings,
         check: bool = True,
     ) -> None:
-        """Takes the tiers, and measures how fast they are. `through`, `keep`, `around`: as `capture_passes` has them.
-        `check`: each capture is held against the model's own passes. Raises TierError."""
+        """Takes the tiers, and measures how fast they are. `check`: each capture is held against the model's own
+        passes. Raises TierError."""
+        around = settings.around
         self._check = check and around is None
-        self._around = around
         strategy = around.handle.strategy if around is not None else None
         self._choices = Choices.of(strategy.memory) if strategy is not None else ANY
         self.load = strategy.memory.expert_load if strategy is not None else 1.0
         """How many times their even share of the rows a rank's experts may get, in plans from now on; the same on all
         ranks, so that all stop where it is not enough."""
-        self._budget, self._through, self._keep = budget, through, keep
+        self._budget, self._settings = budget, settings
         self._backend = backend(device.type)
         self._backend.return_memory()
         if cluster is None and strategy is not None:
@@ -111,6 +116,7 @@ class Plans:
         if self._state is None:
             self._state = PythonState(model)
         state = self._state.now(call.objects)
+        model_call = ModelCall(model, forward, call, state)
         known = self._known[call.key(state.state.values(), staying(state.state, call.tensors))]
         for ready in reversed(known):  # the last one first
             if not _holds(ready, state, call):
@@ -124,7 +130,7 @@ class Plans:
             return ready
         self._say_why(known, state)
         begun = time.perf_counter()
-        passes = capture_passes(model, forward, call, self._through, self._keep, self._around, state)
+        passes = capture_passes(model_call, self._settings)
         log.info(
             "hp.offload: both passes as a graph: %d nodes, captured in %.1f s (inputs: %s)",
             len(list(passes.step.nodes)),
@@ -133,7 +139,7 @@ class Plans:
         )
         ready = self._fitting(passes, call, held)
         if self._check:
-            self._checked(model, forward, call, ready, state)
+            self._checked(model_call, ready)
         ready.seen = state
         known.append(ready)
         self._made += 1
@@ -163,18 +169,11 @@ class Plans:
             oldest = known.pop(0)
             self._shelves = self._shelves.without(oldest.number)
 
-    def _checked(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        call: CallSignature,
-        ready: Ready,
-        state: Snapshot,
-    ) -> None:
+    def _checked(self, call: ModelCall, ready: Ready) -> None:
         """Raises CaptureError where a plan does not give what the model's own passes give."""
         begun = time.perf_counter()
         try:
-            check = Check(model, forward, call, ready, self._backend, state)
+            check = Check(call, ready, self._backend)
             check.run(self._tiers, ready.budget, self._reserve)
         except BaseException:
             self._shelves = self._shelves.without(ready.number)

@@ -28,7 +28,7 @@ from torch import nn
 
 from hyper_parallel.compat.dispatch import HOOKS, HOOKS_OF_ALL
 from hyper_parallel.errors import CaptureError
-from hyper_parallel.graph.ir import module_state
+from hyper_parallel.graph.ir import state_tensors
 from hyper_parallel.offloading.autograd.state_snapshot import (
     ATOMS,
     CONFIGS,
@@ -88,7 +88,7 @@ class PythonState:
             self._dynamic = walk.dynamic
             # A function that was met late may name attributes of what was met before.
             if (len(self.names), self._dynamic) == known:
-                walk.snapshot.state = {name: tensor for name, (_, tensor) in module_state(model).items()}
+                walk.snapshot.state = state_tensors(model)
                 return walk.snapshot
 
 

@@ -31,7 +31,6 @@ class Items(Place):
     """All items of a list, deque or set; `key` is None."""
 
     def get(self) -> Any:
-        """A copy."""
         return list(self.container)
 
     def set(self, value: Any) -> None:
@@ -45,11 +44,9 @@ class _Attribute(Place):
     """An attribute of a class, or of an object without a `__dict__`; `key` is its name."""
 
     def get(self) -> Any:
-        """As `Place`."""
         return getattr(self.container, self.key, MISSING)
 
     def set(self, value: Any) -> None:
-        """As `Place`."""
         if value is MISSING:
             delattr(self.container, self.key)
         else:
@@ -156,7 +153,6 @@ class Effect:
     """`set`; `extend`, of a list; `add`, to a number that the forward pass counts and never reads."""
     leaves: tuple[Any, ...]
     shape: Any
-    """Of the tree."""
 
     @property
     def tensors(self) -> int:

@@ -90,7 +90,6 @@ class InParts:
     """Host updates as a setting of a search: setting k moves k / `PARTS` of the possible updates to the host."""
 
     tier: str
-    """The tier for their state."""
     room: int
     """Bytes of the tier that they may use."""
 

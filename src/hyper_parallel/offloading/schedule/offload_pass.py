@@ -19,10 +19,8 @@ from hyper_parallel.graph.ir import Rest, Value
 from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices, changes
 from hyper_parallel.offloading.schedule.build_problem import build_problem
-from hyper_parallel.offloading.schedule.graph_search import search
+from hyper_parallel.offloading.schedule.graph_search import Variant, search
 from hyper_parallel.offloading.schedule.host_update_pass import on_host
-from hyper_parallel.offloading.schedule.linear_program import SolverError
-from hyper_parallel.offloading.schedule.lower_bound import least_seconds
 from hyper_parallel.offloading.schedule.problem import (
     FETCH,
     LEAVE,
@@ -69,7 +67,6 @@ class Planned:
         return {name: shelf.places for name, shelf in self.shelves.tiers.items()}
 
     def __str__(self) -> str:
-        """In one line."""
         free = max(self.captured.profile(), default=0)
         moved = sum(self.problem.by_storage[move.storage].bytes for move in self.plan.moves)
         before, after = self.captured.starts[-1], self.plan.seconds
@@ -103,9 +100,9 @@ def planned(
     captured: Problem | None = None
     left = spaces
     for attempt in range(_TRIES):
-        found = _chosen(step, cluster, budget, left, load, choices)
-        captured = captured or found.captured
-        graph, problem, plan = found.graph, found.problem, found.plan
+        first, found = _chosen(step, cluster, budget, left, load, choices)
+        captured = captured or first
+        graph, problem, plan = found.step, found.problem, found.plan
         moved = apply(graph, problem, plan.moves, before.next, before.numbers(graph))
         after = before.holding(number, moved)
         over = {space.name: after.tiers[space.name].size - space.bytes for space in spaces}
@@ -129,16 +126,6 @@ def planned(
     )
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """What was chosen for a step, before its slots have places."""
-
-    graph: StepGraph
-    problem: Problem
-    plan: Plan
-    captured: Problem
-
-
 def _chosen(
     step: StepGraph,
     cluster: Cluster,
@@ -146,8 +133,8 @@ def _chosen(
     spaces: tuple[OffloadTier, ...],
     load: float,
     choices: Choices,
-) -> _Chosen:
-    """The best graph for a step, and its plan. Raises BudgetError where none meets the budget."""
+) -> tuple[Problem, Variant]:
+    """The step's memory as it was given, and the best graph for it. Raises BudgetError where none meets the budget."""
     sizes, largest = balanced_sizes(step), largest_sizes(step, load)
 
     @cache
@@ -160,8 +147,7 @@ def _chosen(
     found = search(begun, captured if begun is step else memory(begun), dials, memory)
     validate(step, found.step)
     # The search tries many graphs and looks at each a little; what it has found is worth a longer look.
-    plan = choose(found.problem) if found.plan.stall else found.plan
-    return _Chosen(found.step, found.problem, plan, captured)
+    return captured, replace(found, plan=choose(found.problem)) if found.plan.stall else found
 
 
 @dataclass
@@ -179,12 +165,10 @@ class Offload:
     """What came of the steps that it was given."""
 
     name: str = "offload"
-    requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset({"offload"})
     conflicts: frozenset[str] = frozenset({"offload"})
 
     def __call__(self, step: StepGraph) -> StepGraph:
-        """The step with its moves."""
         found = planned(
             step,
             self.cluster,
@@ -292,7 +276,6 @@ def _names(step: StepGraph) -> dict[int, fx.Node]:
 
 
 _SHOWN = 24
-"""Lines of the table."""
 
 
 @dataclass(frozen=True)
@@ -306,16 +289,12 @@ class _Row:
 
 
 def explained(found: Planned) -> str:
-    """Several lines: the budget and the bounds, then a line for each sort of storage that moves.
-
-    The bounds are computed only where HiGHS is installed.
-    """
+    """Several lines: the budget and what a plan needs at least, then a line for each sort of storage that moves."""
     problem, plan = found.problem, found.plan
     lines = [
         str(found),
         f"  no plan needs less than {format_bytes(plan.working_set)} (what single operators use), and this planner no "
         f"less than {format_bytes(plan.floor)}",
-        _bounds(problem, plan.seconds),
         "",
     ]
     phases = [
@@ -347,17 +326,6 @@ def explained(found: Planned) -> str:
         others = [move for _, moves in largest[_SHOWN:] for move in moves]
         lines.append(f"and {len(others)} others, {format_bytes(_bytes(problem, others))} together")
     return "\n".join(lines)
-
-
-def _bounds(problem: Problem, seconds: float) -> str:
-    try:
-        least = least_seconds(problem)
-    except SolverError as error:
-        return f"  how far from the best this is cannot be told: {error}"
-    return (
-        f"  no plan within the budget takes less than {format_duration(least)} a step (a lower bound by linear "
-        f"programming); this one is predicted to take {format_duration(seconds)}, {seconds / least - 1:+.1%}"
-    )
 
 
 def _row(problem: Problem, phases: list[str], move: Move) -> _Row:

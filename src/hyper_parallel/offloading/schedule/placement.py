@@ -297,7 +297,6 @@ class _Run:
         """Of storages that are in use still, by the place at which they are idle."""
 
     def go(self) -> None:
-        """Run them."""
         n = self._layout.gaps.nodes
         host = self._host
         here: dict[int, float] = {}

@@ -48,8 +48,6 @@ class ForcedOffload:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A storage."""
-
     storage: int
     bytes: int
     kind: str
@@ -169,7 +167,6 @@ class Problem:
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
         return len(self.starts) - 1
 
     @property

@@ -27,11 +27,9 @@ class Places:
     """Where slots lie in a tier."""
 
     sizes: Mapping[int, int] = field(default_factory=dict)
-    """Slot to bytes."""
     offsets: Mapping[int, int] = field(default_factory=dict)
     """Slot to its first byte; slots that are never needed at the same time may share memory."""
     size: int = 0
-    """Of all together."""
 
     @classmethod
     def within(cls, slots: Mapping[int, Slot]) -> Places:
@@ -187,7 +185,6 @@ class Packed:
     offsets: tuple[int, ...]
     """Bytes, in the order of the lives; multiples of the alignment."""
     size: int
-    """Bytes of the arena."""
     peak: int
     """Bytes alive at the worst moment, each life rounded up: no arena is smaller."""
 

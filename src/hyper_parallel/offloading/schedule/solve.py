@@ -6,7 +6,6 @@
    come out the places are found again, while that helps. A store begins as soon as what it copies is final and the
    link has nothing more urgent to do; where a few large copies would be in the way, only when its storage is idle.
 4. The best plan is improved: a few of its gaps are given up, the planner mends the hole, and what is better stays.
-   Of a small problem the best few are polished instead: single places are changed, thousands of times.
 
 All is exact where it comes to bytes, and decided by `replay` where it comes to time. The same problem gives the same
 plan in every process: there are no clocks and no hashes in it, and ties are broken by the storages' numbers.
@@ -23,7 +22,6 @@ import numpy as np
 from hyper_parallel.errors import BudgetError
 from hyper_parallel.offloading.schedule.greedy_selection import Cover, HeuristicWeights
 from hyper_parallel.offloading.schedule.idle_intervals import Chosen, Gaps, Ints, gaps_of
-from hyper_parallel.offloading.schedule.local_search import polish
 from hyper_parallel.offloading.schedule.placement import advance, delay, edf_schedule, guess, prune, repair
 from hyper_parallel.offloading.schedule.problem import Move, Plan, Problem, Replayed, replay
 from hyper_parallel.offloading.schedule.transfer_layout import Layout, Times
@@ -48,10 +46,6 @@ WORK = 100_000
 """Nodes and moves that are looked at to improve a plan: many tries of a small one, a few of a large one."""
 TRIES = 100
 """The most attempts to improve a plan, by default."""
-EVENTS = 80_000
-"""Events of the local search for each attempt, where a plan is small enough for all attempts within `WORK`."""
-BEGUN = 8
-"""The most plans that the local search starts from; no two of them choose the same gaps."""
 HIDDEN = 1e-9
 """Of a step's seconds: less stall than this is none."""
 
@@ -118,22 +112,7 @@ class _Planner:
         best = min(plans, key=lambda one: one.rank)
         if best.replayed.stall <= self._hidden:
             return best
-        improved = self._improved(best)
-        work = self._gaps.nodes + 8 * max(one.layout.rows.size for one in (best, improved))
-        if not 0 < work * self._tries <= WORK or improved.replayed.stall <= self._hidden:
-            return improved
-        return self._polished([improved, *plans])
-
-    def _polished(self, plans: list[_Found]) -> _Found:
-        """The best of small plans, and of what becomes of the quickest ones by changes of single places."""
-        plans.sort(key=lambda one: one.rank)
-        begun: dict[bytes, Layout] = {}
-        for one in plans:
-            begun.setdefault(one.layout.chosen.flags.tobytes(), one.layout)
-        layouts = list(begun.values())[:BEGUN]
-        work = self._tries * EVENTS
-        layout, replayed = polish(self._problem, self._gaps, layouts, work, self._hidden)
-        return min(plans[0], _Found(layout, layout.moves(self._problem), replayed), key=lambda one: one.rank)
+        return self._improved(best)
 
     def _improved(self, best: _Found) -> _Found:
         """Give a few gaps up, perhaps of those waited for, or take more, mend what that breaks, keep what is better."""

@@ -79,7 +79,6 @@ class FlashTier(Closing):
         self._slots = wanted
 
     def begin_write(self, slot: int, x: torch.Tensor) -> Copy:
-        """As `Tier`."""
         self._check_open()
         place = self._slots.for_write(slot, x)
         copy = Copy(f"writing slot {slot} of the flash tier", place.first, x, self._limit, self._backend)
@@ -99,7 +98,6 @@ class FlashTier(Closing):
         return copy
 
     def begin_read(self, slot: int, x: torch.Tensor) -> Copy:
-        """As `Tier`."""
         self._check_open()
         place, source = self._slots.for_read(slot, x)
         copy = Copy(f"reading slot {slot} of the flash tier", place.first, x, self._limit, self._backend)

@@ -66,7 +66,6 @@ class MemoryTier(Closing):
             self._resize(wanted.end)
 
     def begin_write(self, slot: int, x: torch.Tensor) -> Copy:
-        """As `Tier`."""
         self._check_open()
         place = self._slots.for_write(slot, x)
         copy = self._begin(f"writing slot {slot} of the {self.name} tier", x, place, [(place, x)])
@@ -74,7 +73,6 @@ class MemoryTier(Closing):
         return copy
 
     def begin_read(self, slot: int, x: torch.Tensor) -> Copy:
-        """As `Tier`."""
         self._check_open()
         place, source = self._slots.for_read(slot, x)
         return self._begin(f"reading slot {slot} of the {self.name} tier", x, place, [(place, x)], [source])
@@ -92,7 +90,6 @@ class MemoryTier(Closing):
     def begin_work(
         self, what: str, slots: Sequence[int], work: Callable[[Sequence[torch.Tensor]], None]
     ) -> Copy:
-        """As `Workplace`."""
         self._check_open()
         copies: list[Copy] = []
         before: list[Copy] = []
@@ -121,7 +118,6 @@ class MemoryTier(Closing):
         return copies[-1]
 
     def in_place(self, slot: int) -> torch.Tensor:
-        """As `Workplace`."""
         self._check_open()
         place, source = self._slots.for_work(slot)
         source.block()
@@ -278,11 +274,9 @@ class _Several:
         self._copies = copies
 
     def wait(self) -> float:
-        """As `Pending`."""
         return sum(one.wait() for one in self._copies)
 
     def done(self) -> bool:
-        """As `Pending`."""
         return all(one.done() for one in self._copies)
 
     @property

@@ -87,7 +87,6 @@ class Copy:
             self._issued.set()
 
     def wait(self) -> float:
-        """As `Pending`."""
         held = self.hold()
         self._x = None
         return held
@@ -108,7 +107,6 @@ class Copy:
         self._over.synchronize()
 
     def done(self) -> bool:
-        """As `Pending`."""
         over = self._issued.is_set() and (self._failure is not None or self._over.query())
         if over:
             self._x = None
@@ -116,7 +114,6 @@ class Copy:
 
     @property
     def seconds(self) -> float | None:
-        """As `Pending`."""
         if not self.done() or self._failure is not None:
             return None
         if self._took is None and self._timed:
@@ -178,7 +175,6 @@ class SlotPlacement:
 
     @property
     def bytes(self) -> int:
-        """How many."""
         return self.last - self.first
 
     def meets(self, other: SlotPlacement) -> bool:
