@@ -57,8 +57,6 @@ from hyper_parallel.shard.region_check import (
     check_on_first_call,
     refusal_before_training,
 )
-from hyper_parallel.shard.region_check.outcome import SeenCall
-from hyper_parallel.shard.region_check.rehearsal import rehearse
 from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.reshard import cut
 from hyper_parallel.shard.rules import is_own, is_transformers
@@ -161,7 +159,15 @@ def parallelize(
     if own and mesh.world > 1:
         explain_errors(model)
     if unseen and original is not None:
-        _check_on_first_call(handle, original, lowering, together)
+        check_on_first_call(
+            model,
+            original,
+            strategy,
+            plan,
+            on_simulated_ranks,
+            together,
+            functools.partial(check_rows_of_call, strategy, together),
+        )
     if longest is not None:
         refuse_longer(model, strategy, longest)
     return model
@@ -183,25 +189,6 @@ def _axes(
             f"`like` was parallelized over {like.mesh.axes}, and this strategy's axes are {plan.mesh.axes}"
         )
     return like.axes
-
-
-def _check_on_first_call(
-    handle: ShardedModel, original: nn.Module, lowering: Lowering, together: tuple[int, ...]
-) -> None:
-    """Have the first call of a model checked; see `check_on_first_call`."""
-    strategy = handle.strategy
-
-    def also(original: nn.Module, call: SeenCall) -> None:
-        check_rows_of_call(strategy, together, original, call)
-        if handle.axes.connected and handle.pipeline is None:
-            rehearse(handle, on_simulated_ranks, functools.partial(_like, handle, lowering), original, call)
-
-    check_on_first_call(handle.model, original, strategy, handle.plan, on_simulated_ranks, together, also)
-
-
-def _like(handle: ShardedModel, lowering: Lowering, model: nn.Module, strategy: Strategy) -> nn.Module:
-    """A copy spread over the processes of a model."""
-    return parallelize(model, strategy, lowering=lowering, like=handle)
 
 
 def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace | None) -> None:

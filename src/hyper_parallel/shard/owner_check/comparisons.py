@@ -92,13 +92,8 @@ class OwnerReport:
         return all(one.right for one in self.comparisons.values())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able; `from_json` is the inverse."""
+        """JSON-able."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> OwnerReport:
-        """The inverse of `to_json`."""
-        return cls({kind: Comparison(**one) for kind, one in data["comparisons"].items()}, data["copy"])
 
 
 def compare(

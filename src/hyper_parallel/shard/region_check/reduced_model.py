@@ -273,12 +273,6 @@ def _from_module(model: nn.Module, prefix: int) -> nn.Module:
     return made
 
 
-def copy_of_module(model: nn.Module) -> nn.Module:
-    """A copy of a module of the user's with all of its layers; its parameters are still to be filled."""
-    found = layers_of(model)
-    return _from_module(model, len(found[1]) if found else 0)
-
-
 def _refuse_large(parameters: Iterable[nn.Parameter]) -> None:
     size = sum(p.numel() for p in parameters)
     if size > LARGEST:
