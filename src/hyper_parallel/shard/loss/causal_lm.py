@@ -34,9 +34,8 @@ from hyper_parallel.shard.loss.cross_entropy import (
     split_logits,
 )
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.model_structure import dim_of_features
+from hyper_parallel.shard.model_structure import features_of, is_transformers
 from hyper_parallel.shard.plan.plan import Plan
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.sharded_model import LOSS_AXES, sharded
 
 
@@ -124,8 +123,7 @@ class LossRoot:
     ) -> None:
         self._model, self._base, self._head, self._axis = model, base, head, vocabulary
         self._layers, self._chunks, self._cut, self._of_logits = layers, chunks, cut, of_logits
-        linear = base_of(head)
-        self._size = int(linear.weight.shape[dim_of_features(linear, output=True)])  # type: ignore[index, union-attr]
+        self._size = features_of(head, output=True)
         self._request: Request | None = None
         self._inputs: tuple[Tensor, ...] = ()
         """The objective's, [N] each, of this rank's positions."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hyper_parallel.layout.mesh import Fold, Mesh
 from hyper_parallel.shard.model_structure import Heads
@@ -128,6 +128,21 @@ class Attention:
     """Gathered inputs are kept for the backward pass."""
 
 
+class MlpAxes(NamedTuple):
+    """Names of the axes and folds that an MLP is split over; those of size 1 name nothing."""
+
+    hidden_in: str
+    """x′: the input features of the first weights."""
+    k: str
+    r: str
+    features: str
+    """y′: the features between."""
+    features_in: str
+    """y″: the input features of the last weight."""
+    hidden_out: str
+    """x″: the output features of the last weight."""
+
+
 @dataclass(frozen=True)
 class Mlp:
     """An MLP: its first products on (x′, y′), the last on (x″, y″). tensor_x has the digits x′, k, r, outer to inner,
@@ -143,34 +158,19 @@ class Mlp:
     keeps_between: bool
     """So is that of the last."""
 
-    def digits(self, mesh: Mesh) -> tuple[str, str, str]:
-        """Names of x′, k and r; those of size 1 name nothing."""
-        x = mesh.size("tensor_x")
-        k = self.factors.down // self.factors.up
-        r = x // self.factors.down
-        return (
-            part_of_x(mesh, self.factors.up, k * r),
-            part_of_x(mesh, k, r),
-            part_of_x(mesh, r, 1),
+    def axes(self, mesh: Mesh) -> MlpAxes:
+        """The axes that split its weights and activations."""
+        up, down = self.factors.up, self.factors.down
+        rest = mesh.size("tensor_x") // down
+        k, r = part_of_x(mesh, down // up, rest), part_of_x(mesh, rest, 1)
+        return MlpAxes(
+            hidden_in=part_of_x(mesh, up, mesh.size("tensor_x") // up),
+            k=k,
+            r=r,
+            features=mesh.joint("tensor_y", r, k),
+            features_in=mesh.joint("tensor_y", r),
+            hidden_out=part_of_x(mesh, down, rest),
         )
-
-    def hidden_in(self, mesh: Mesh) -> str:
-        """What splits the input features of the first weights: x′."""
-        return self.digits(mesh)[0]
-
-    def features(self, mesh: Mesh) -> str:
-        """What splits the features between: y′."""
-        _, k, r = self.digits(mesh)
-        return mesh.joint("tensor_y", r, k)
-
-    def features_in(self, mesh: Mesh) -> str:
-        """What splits the input features of the last weight: y″."""
-        _, _, r = self.digits(mesh)
-        return mesh.joint("tensor_y", r)
-
-    def hidden_out(self, mesh: Mesh) -> str:
-        """What splits the output features of the last weight: x″."""
-        return part_of_x(mesh, self.factors.down, mesh.size("tensor_x") // self.factors.down)
 
 
 @dataclass(frozen=True)
