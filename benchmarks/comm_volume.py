@@ -5,7 +5,7 @@
 Unmodified Transformers layers of real shapes are parallelized on a fake process group and run on the meta device, and
 every collective is counted as it passes the dispatcher. One layer is the difference between a model of two layers and
 one of one, which leaves out what is done once a model. All-gathers and reduce-scatters carry activations; they are
-laid beside the closed forms (`hyper_parallel.shard.tensor.factorization`) and must equal them. All-reduces carry the
+laid beside the closed forms (`harness.tensor_costs`) and must equal them. All-reduces carry the
 norms' statistics and the gradients of weights that several ranks compute with, shown apart.
 """
 
@@ -24,18 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hyper_parallel as hp
+from harness.tensor_costs import Shape, attention_cost, choose_attention, one_axis_cost
 from hyper_parallel.compat.collectives import counting
 from hyper_parallel.compat.fake_tensors import fake_ranks
-from hyper_parallel.shard.tensor.factorization import (
-    Gathered,
-    MlpFactors,
-    Shape,
-    attention_cost,
-    choose_attention,
-    choose_mlp,
-    mlp_cost,
-    one_axis_cost,
-)
+from hyper_parallel.shard.tensor.factorization import Gathered, MlpFactors, choose_mlp, mlp_cost
 
 BENCHMARK = Benchmark("comm_volume")
 MODELS = {

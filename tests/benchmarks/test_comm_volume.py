@@ -5,7 +5,8 @@ from __future__ import annotations
 import comm_volume
 import pytest
 
-from hyper_parallel.shard.tensor.factorization import Gathered, Shape
+from harness.tensor_costs import Shape
+from hyper_parallel.shard.tensor.factorization import Gathered
 
 
 @pytest.mark.parametrize("gathered", comm_volume.TREATMENTS)

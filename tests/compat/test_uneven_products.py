@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.compat.local_tensor import UnevenProducts, uneven_products
+from hyper_parallel.compat.local_tensor import uneven_products
 
 Shape = tuple[int, ...]
 UNEVEN = -1
@@ -27,6 +28,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Shape, ...]]] = {
     "vector-first": (torch.matmul, ((UNEVEN,), (2, UNEVEN, 4))),
     "heads": (lambda a, b: a.matmul(b), ((2, UNEVEN, 5, 4), (2, UNEVEN, 4, 6))),
     "broadcast": (torch.matmul, ((2, 1, 5, UNEVEN), (6, UNEVEN, 4))),
+    "computed again": (lambda a, b: checkpoint(linear, a, b, use_reentrant=False), ((2, 5, 4), (UNEVEN, 4))),
     "matrix-first": (torch.matmul, ((5, UNEVEN), (2, UNEVEN, 4))),
 }
 
@@ -48,11 +50,10 @@ def _results(product: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tens
 def test_products_of_uneven_sizes(case: str, forced: bool) -> None:
     product, shapes = CASES[case]
     expected = [_results(product, [_drawn(shape, rank) for shape in shapes]) for rank in range(2)]
-    chosen = UnevenProducts() if forced else uneven_products()
     tensors: list[Tensor] = [
         LocalTensor({rank: _drawn(shape, rank) for rank in range(2)}) for shape in shapes
     ]
-    with LocalTensorMode(2), chosen:
+    with LocalTensorMode(2), uneven_products(always=forced):
         found = _results(product, tensors)
     assert len(found) == 1 + len(shapes)
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Layouts in motion: any becomes any other, and where DTensor can say the same it puts the same elements there."""
+"""Layouts in motion: any becomes any other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from harness import run_ranks
 from hyper_parallel.compat import collectives
@@ -17,7 +15,7 @@ from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import Fold, Layout, Mesh
 from hyper_parallel.layout.layout import transfers
-from hyper_parallel.shard.reshard import cut, layout_to_placements, placements_to_layout, reshard
+from hyper_parallel.shard.reshard import cut, reshard
 
 WORLD = 8
 MESHES = [
@@ -32,14 +30,13 @@ fast = settings(max_examples=60, deadline=None)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh | None = None) -> Layout:
-    """A layout on 8 ranks. On a mesh that is given it has no folds, joints or fused parts: DTensor can say most."""
-    plain = mesh is not None
-    mesh = mesh or draw(st.sampled_from(MESHES))
+def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> Layout:
+    """A layout on 8 ranks."""
+    mesh = draw(st.sampled_from(MESHES))
     names = list(mesh.names)
-    if not plain and mesh.folds and draw(st.booleans()):
+    if mesh.folds and draw(st.booleans()):
         names = ["f", "g"]
-    if not plain and len(names) > 1 and draw(st.booleans()):
+    if len(names) > 1 and draw(st.booleans()):
         names = (
             [f"{names[1]}*{names[0]}", *names[2:]]
             if draw(st.booleans())
@@ -52,12 +49,12 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh | None = None) -
             partial.add(name)
         elif place >= 0:
             parts = None
-            if not plain and not layout.dims[place] and shape[place] > 1 and draw(st.booleans()):
+            if not layout.dims[place] and shape[place] > 1 and draw(st.booleans()):
                 at = draw(st.integers(1, shape[place] - 1))
                 parts = (at, shape[place] - at)
             layout = layout.split(place, name, parts)
     layout = Layout(mesh, shape, layout.dims, layout.parts, frozenset(partial))
-    if plain or not shape or 0 in layout.parts or draw(st.booleans()):
+    if not shape or 0 in layout.parts or draw(st.booleans()):
         return layout
     return layout.ordered(0, tuple(draw(st.permutations(range(shape[0])))))
 
@@ -150,82 +147,3 @@ def test_only_what_is_missing_travels() -> None:
     assert call.bytes_received == 4 * 4  # one row of float32 from the neighbour
     with pytest.raises(StrategyError, match="one shape over the same ranks"):
         transfers(split, Layout.replicated(mesh, (8, 5)))
-
-
-# DTensor says the same.
-
-
-@given(st.data())
-def test_placements_say_the_layout_both_ways(data: st.DataObject) -> None:
-    shape = data.draw(shapes.filter(len))
-    mesh = data.draw(st.sampled_from(MESHES))
-    choices = [
-        st.sampled_from([Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]) for _ in mesh.names
-    ]
-    placements = data.draw(st.tuples(*choices))
-    layout = placements_to_layout(placements, mesh, shape)
-    assert layout_to_placements(layout) == placements
-    assert placements_to_layout(layout_to_placements(layout), mesh, shape) == layout
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_dtensor_puts_the_same_elements_on_the_same_ranks(data: st.DataObject) -> None:
-    """Made of pieces or distributed, redistributed and gathered by torch, beside cut and reshard."""
-    shape, layout_mesh = data.draw(shapes.filter(len)), data.draw(st.sampled_from(MESHES))
-    source, target = (data.draw(layouts(shape, layout_mesh).filter(_placeable)) for _ in range(2))
-    # DTensor makes no partial sums of what is none.
-    target = Layout(layout_mesh, shape, target.dims)
-    before, after = layout_to_placements(source), layout_to_placements(target)
-    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-    with simulated_ranks(WORLD):
-        mesh = init_device_mesh("cpu", [n for _, n in layout_mesh.axes], mesh_dim_names=layout_mesh.names)
-        ours = _pieces(source, whole)
-        theirs = DTensor.from_local(
-            ours, mesh, before, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-        if not source.partial:
-            dealt = distribute_tensor(per_rank(lambda rank: whole), mesh, before, src_data_rank=None)
-            _same(dealt.to_local(), ours)
-        _same(theirs.redistribute(placements=after).to_local(), reshard(ours, source, target))
-        _same(theirs.full_tensor(), reshard(ours, source, Layout.replicated(layout_mesh, shape)))
-
-
-def _placeable(layout: Layout) -> bool:
-    try:
-        layout_to_placements(layout)
-    except StrategyError:
-        return False
-    return True
-
-
-def _same(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """Equal on each rank."""
-    expected = each_rank(ours)
-    for rank, tensor in each_rank(theirs).items():
-        with one_device():
-            assert torch.equal(tensor, expected[rank]), rank
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[8/b/a]", "split by b before a, against the mesh's order"),
-        ("[(6+2)/a]", "part by part"),
-        ("[9/a*b]", "cut a length of 9 elsewhere"),
-        ("[8/f]", "f is a part of b"),
-    ],
-)
-def test_what_placements_cannot_say_is_refused(text: str, why: str) -> None:
-    mesh = Mesh(("a", 2), ("b", 4), folds={"f": Fold(("a", "b"), 2)})
-    with pytest.raises(StrategyError, match=why):
-        layout_to_placements(Layout.parse(text, mesh))
-
-
-def test_joints_and_folds_of_whole_axes_have_placements() -> None:
-    mesh = Mesh(("a", 2), ("b", 4), folds={"f": Fold(("a", "b"), 4), "g": Fold(("a", "b"), 2, 4)})
-    assert layout_to_placements(Layout.parse("[16/a*b, 3]", mesh)) == (Shard(0), Shard(0))
-    assert layout_to_placements(Layout.parse("[16/f, 4/g]", mesh)) == (Shard(1), Shard(0))
-    assert layout_to_placements(Layout.parse("[16/f]+g", mesh)) == (Partial(), Shard(0))
-    with pytest.raises(StrategyError, match="no Layout"):
-        placements_to_layout((Partial("max"), Replicate()), mesh, (4,))

@@ -12,6 +12,7 @@ from harness.equivalence import STRATEGIES
 from harness.families import WITH_EXPERTS
 from hyper_parallel.strategy import Strategy
 from lora.adapted import one_device_step, simulated_step
+from shard.families import FAMILIES as MODELS
 from shard.families import cells
 
 # One of each kind: separate, fused and latent projections, Conv1D, experts, images. Others differ outside of them.
@@ -76,3 +77,12 @@ def test_an_adapter_of_the_head_and_one_with_a_bias() -> None:
 
 def test_the_scale_of_rslora_is_the_same_where_projections_are_split() -> None:
     assert_same("llama", "tensor 2", use_rslora=True)
+
+
+def test_an_adapter_of_a_fused_projection_whose_lengths_the_attention_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    monkeypatch.setitem(MODELS, "gpt_bigcode", {"model_type": "gpt_bigcode", **sizes, **rates})
+    assert_same("gpt_bigcode", "tensor 2", target_modules=["c_attn"])

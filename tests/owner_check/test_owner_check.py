@@ -27,7 +27,6 @@ from hyper_parallel.shard.region_check.outcome import SeenCall
 def test_what_is_right_in_everything(family: str) -> None:
     report = compare(small(family))
     assert [report[kind].verdict for kind in KINDS] == ["right"] * 5, report
-    assert OwnerReport.from_json(report.to_json()) == report
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.tensor_costs import Shape, attention_cost, choose_attention, one_axis_cost
 from hyper_parallel.shard.tensor.factorization import (
     Gathered,
     MlpFactors,
-    Shape,
-    attention_cost,
-    choose_attention,
+    MlpShape,
     choose_mlp,
     divisors,
     mlp_cost,
-    one_axis_cost,
 )
 
 LLAMA_70B = Shape(hidden=8192, query=8192, kv=1024, head=128, between=28672)
@@ -61,7 +59,7 @@ def test_choice_can_be_laid_out_and_is_no_worse_than_one_axis(
     assert x % factors.down == 0
     assert factors.down % factors.up == 0
     assert factors.down == 1 or between % (x * y // factors.up) == 0
-    shape = Shape(hidden, 0, 0, 1, between, leading)
+    shape = MlpShape(hidden, between, leading)
     assert mlp_cost(shape, x, y, factors) <= one_axis_cost(shape, x * y)
 
 

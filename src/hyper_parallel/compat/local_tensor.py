@@ -14,7 +14,6 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from torch.distributed._local_tensor import (
     enabled_local_tensor_mode,
 )
 from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
-from torch.overrides import _get_current_function_mode_stack as function_modes
 
 from hyper_parallel.errors import SimulationError
 
@@ -180,31 +177,19 @@ def agreed(tensor: torch.Tensor) -> torch.Tensor:
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
-_uneven_products = False
-"""Whether this process is inside of `uneven_products`, and PyTorch needs it."""
-
-
 @contextlib.contextmanager
-def uneven_products() -> Iterator[None]:
-    """Inside, products are those of this module where this release of PyTorch does not have them. Called outside of
-    local-tensor modes."""
-    global _uneven_products
-    if not _missing():
+def uneven_products(*, always: bool = False) -> Iterator[None]:
+    """Inside, products are those of this module where this release of PyTorch does not have them, or `always`. Called
+    outside of local-tensor modes."""
+    if not (always or _missing()):
         yield
         return
-    _uneven_products = True
+    # On the class: a mode would not be there where a backward pass computes a layer again.
+    setattr(LocalTensor, "__torch_function__", classmethod(_with_uneven_products))  # noqa: B010
     try:
-        with UnevenProducts():
-            yield
+        yield
     finally:
-        _uneven_products = False
-
-
-def uneven_products_again() -> AbstractContextManager[object]:
-    """For layers that are computed again in a backward pass, in which autograd has no function modes."""
-    if _uneven_products and not any(isinstance(mode, UnevenProducts) for mode in function_modes()):
-        return UnevenProducts()
-    return nullcontext()
+        del LocalTensor.__torch_function__
 
 
 @functools.cache
@@ -220,23 +205,19 @@ def _missing() -> bool:
     return False
 
 
-class UnevenProducts(TorchFunctionMode):
-    """Products of tensors with sizes that differ between ranks, by `mm` and `bmm`; all else is PyTorch's."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """The result of `func`."""
-        given = kwargs or {}
-        if func is linear and _uneven(args, given):
-            return _linear(*args, **given)
-        if func in _MATMUL and _uneven(args, given):
-            return _matmul(*args, **given)
-        return func(*args, **given)
+def _with_uneven_products(
+    cls: Any,
+    func: Callable[..., Any],
+    types: Sequence[type],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """The result of `func`: products of sizes that differ between ranks by `mm` and `bmm`, all else PyTorch's."""
+    product = _linear if func is linear else _matmul if func in _MATMUL else None
+    if product is None or not _uneven(args, kwargs or {}):
+        return super(LocalTensor, cls).__torch_function__(func, types, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return product(*args, **(kwargs or {}))
 
 
 def _uneven(args: Sequence[Any], given: Mapping[str, Any]) -> bool:

@@ -25,8 +25,7 @@ from hyper_parallel.estimate.submodel_capture import (
     captured_parts,
     inputs_of_modules,
 )
-from hyper_parallel.shard.model_structure import layers_or_refuse, towers_of
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.model_structure import is_transformers, layers_or_refuse, towers_of
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.build import unsharded
 from hyper_parallel.step.submodel_run import SubmodelBatches

@@ -27,9 +27,9 @@ from hyper_parallel.integration.checkpoints import ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.folder_weights import FolderWeights
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
+from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.shard.reshard import fill_piece
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder
 from hyper_parallel.train.checkpoint_state import model_names, model_shards
 

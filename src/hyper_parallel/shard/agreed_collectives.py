@@ -217,7 +217,9 @@ class AgreedCollectives:
         else:
             self._join_the_rest(now)
             # The others come here at the end of their pass.
-            self._axes.any([True, *self._flags_of(now)])
+            # As many flags as the pass ends with.
+            count = 1 if now.key[0] == "forward" else len(self._trained)
+            self._axes.any([True, *[False] * count])
         self._escalate(event)
 
     def _end_pass(self, flags: list[bool]) -> tuple[bool, list[bool]]:
@@ -239,10 +241,6 @@ class AgreedCollectives:
             self._join_the_rest(now)
         differs, *some = self._axes.any([late, *flags])
         return differs, some
-
-    def _flags_of(self, now: _Pass) -> list[bool]:
-        """As many flags as the pass ends with."""
-        return [False] if now.key[0] == "forward" else [False] * len(self._trained)
 
     def _join_the_rest(self, now: _Pass) -> None:
         """Gather and reduce with the other ranks what they still will: this rank adds the gradients that it has."""

@@ -10,7 +10,7 @@ same mask again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.errors import HyperParallelError, StrategyError
-from hyper_parallel.graph.step_context import Draw, current_step
+from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.context.plan import PositionSplit
 from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.model_structure import configs_of, is_transformers
 
 POSITIONS = 1
 """The dim of activations on which positions lie."""
@@ -33,17 +33,6 @@ _MASK = 0xFFFFFFFF
 _OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _OF_WHOLE_LAYERS = ("layerdrop", "drop_path", "drop_prob", "jitter")
 """What the names of rates hold that no mask of elements is drawn with."""
-
-
-def _current_draw(name: str) -> Draw:
-    """The draw of the step; refuses dropout without one, where it could not be reproduced."""
-    draw = current_step().draw
-    if draw is None:
-        raise HyperParallelError(
-            f"{name!r} drops activations, and nothing says for which step and rows; compute the loss inside "
-            "`with sharded(model).micro_batch(seed=…, step=…, rows=…):`, or call model.eval()"
-        )
-    return draw
 
 
 def _dropout(
@@ -55,7 +44,12 @@ def _dropout(
     `indices` gives, for dims that are split, the int64 global indices of what is held; other dims are whole.
     """
     name, call = site
-    draw = _current_draw(name)
+    draw = current_step().draw
+    if draw is None:  # it could not be reproduced
+        raise HyperParallelError(
+            f"{name!r} drops activations, and nothing says for which step and rows; compute the loss inside "
+            "`with sharded(model).micro_batch(seed=…, step=…, rows=…):`, or call model.eval()"
+        )
     if draw.rows.numel() != x.size(0):
         raise StrategyError(
             f"{name!r} drops activations of {x.size(0)} rows, but the batch has {draw.rows.numel()}: what is no row of "
@@ -235,7 +229,7 @@ def apply_functional_dropout(model: nn.Module, site: Callable[[str], Site]) -> N
     """Make what the model's own code drops reproducible, where it may drop anything."""
     if not _may_drop(model):
         return
-    for config in _configs(model):
+    for config in configs_of(model):
         if str(getattr(config, "_attn_implementation", None)).startswith(_FUSED):
             config._attn_implementation = "sdpa"
     for name, module in model.named_modules():
@@ -249,21 +243,9 @@ def _may_drop(model: nn.Module) -> bool:
         return True
     kept = [vars(module) for module in model.modules()]
     rates = [value for held in kept for key, value in held.items() if "drop" in key]
-    rates += [value for config in _configs(model) for key, value in vars(config).items() if "drop" in key]
+    rates += [value for config in configs_of(model) for key, value in vars(config).items() if "drop" in key]
     rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """The configs that modules hold, and those inside of them: of the text, of a tower, of the two stacks."""
-    seen: set[int] = set()
-    pending = [c for module in model.modules() if (c := getattr(module, "config", None)) is not None]
-    while pending:
-        config = pending.pop()
-        if id(config) not in seen and hasattr(config, "__dict__"):
-            seen.add(id(config))
-            pending += [value for key, value in vars(config).items() if key.endswith("config")]
-            yield config
 
 
 def _seeing(site: Site) -> Wrapper:
@@ -322,10 +304,6 @@ def _functional_dropout(
     return input.copy_(dropped) if inplace else dropped
 
 
-def _torch_dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
-    return _functional_dropout(input, p, train)
-
-
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -363,7 +341,7 @@ def _attention(
 
 _HANDLERS: dict[Any, Callable[..., torch.Tensor | None]] = {
     functional.dropout: _functional_dropout,
-    torch.dropout: _torch_dropout,
+    torch.dropout: lambda input, p, train: _functional_dropout(input, p, train),
     functional.scaled_dot_product_attention: _attention,
 }
 """What each returns in place of torch's own; None where nothing is dropped."""

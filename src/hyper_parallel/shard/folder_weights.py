@@ -28,7 +28,7 @@ from hyper_parallel.compat.traced_tensors import (
 )
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.shard.lora_adapters import adapted_layers, base_of, name_in_base, without_adapters
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder, StoredTensor
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.lora_adapters import without_adapters
-from hyper_parallel.shard.rules import is_transformers
+from hyper_parallel.shard.model_structure import is_transformers
 
 _positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 
@@ -115,7 +115,7 @@ def documents_known(several: bool) -> Iterator[None]:
     import transformers.masking_utils as masks
 
     asked = masks.find_packed_sequence_indices, masks.is_tracing
-    masks.find_packed_sequence_indices = _documents if several else lambda position_ids: None
+    masks.find_packed_sequence_indices = lambda positions: begins(positions).cumsum(-1) if several else None
     # Transformers takes fake tensors for a compilation, in which it builds masks that a run does not.
     masks.is_tracing = lambda tensor=None: False
     try:
@@ -125,15 +125,14 @@ def documents_known(several: bool) -> Iterator[None]:
         masks.find_packed_sequence_indices, masks.is_tracing = asked
 
 
+def begins(positions: Tensor) -> Tensor:
+    """bool [B, S]: where a document begins in a row of positions, int64 [B, S], but for its first."""
+    return torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+
+
 def several_documents(positions: Tensor) -> bool:
     """Whether any row of int64 [B, S] begins anew: its values are looked at."""
-    return bool((positions.diff(dim=-1) != 1).any())
-
-
-def _documents(position_ids: Tensor) -> Tensor:
-    """What `find_packed_sequence_indices` gives where there are several."""
-    first = position_ids[:, :1] - 1
-    return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+    return bool(begins(positions).any())
 
 
 def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inputs: Any) -> Any:

@@ -52,6 +52,19 @@ def _wrapped(cls: type[nn.Module]) -> type[nn.Module]:
     return _classes[cls]
 
 
+class StandIn(nn.Module):
+    """Stands in the place of a module: returns the same, whatever it is given, and keeps the first argument."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+        self.seen: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = args[0] if args else None
+        return self.output
+
+
 def change_input(change: Callable[[Any], Any]) -> Wrapper:
     """A wrapper that changes the activations that a module is given: `hidden_states`, or the first argument."""
 
@@ -74,6 +87,13 @@ def change_output(change: Callable[[Any], Any]) -> Wrapper:
         return change(output)
 
     return wrapper
+
+
+def at_edges(layers: nn.Module, enter: Callable[[Any], Any], leave: Callable[[Any], Any]) -> None:
+    """Change activations on the way into the first of a list of layers, and on the way out of the last."""
+    assert isinstance(layers, nn.ModuleList)
+    wrap(layers[0], change_input(enter))
+    wrap(layers[-1], change_output(leave))
 
 
 def all_positions(gather: Callable[[Tensor], Tensor], split: Callable[[Tensor], Tensor]) -> Wrapper:

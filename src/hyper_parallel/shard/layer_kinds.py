@@ -21,7 +21,7 @@ from hyper_parallel.graph.likeness import kinds
 from hyper_parallel.graph.period_pattern import Unlike
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.memory import compute_dtypes, frees_after_forward, separately_gathered
-from hyper_parallel.shard.model_structure import text_config
+from hyper_parallel.shard.model_structure import is_inside, owns_parameters, text_config
 from hyper_parallel.shard.plan import Plan
 from hyper_parallel.shard.rules import matching
 from hyper_parallel.strategy import Strategy, recomputed_layers
@@ -83,11 +83,11 @@ def _renamed(model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[in
     """Patterns written out for the modules they match, by the names that these have in the smaller model."""
     new = {f"{plan.layers}.{old}": f"{plan.layers}.{at}" for at, old in enumerate(keep)}
     names = [name for name, _ in model.named_modules()]
-    owners = [name for name, m in model.named_modules() if any(p is not None for p in m._parameters.values())]
+    owners = [name for name, module in model.named_modules() if owns_parameters(module)]
 
     def renamed(name: str) -> str | None:
         for prefix in new:
-            if name == prefix or name.startswith(f"{prefix}."):
+            if is_inside(name, prefix):
                 return new[prefix] + name[len(prefix) :]
         return None if name.startswith(f"{plan.layers}.") else name
 

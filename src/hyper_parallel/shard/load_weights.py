@@ -23,8 +23,8 @@ from hyper_parallel.compat.traced_tensors import Source
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.folder_weights import FolderWeights
 from hyper_parallel.shard.lora_adapters import Magnitudes, initialise, is_magnitude, name_in_base
+from hyper_parallel.shard.model_structure import is_transformers, names_of_parameters
 from hyper_parallel.shard.reshard import fill_piece
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.safetensors_folder import Folder
 from hyper_parallel.shard.sharded_model import ShardedModel, ShardedParameter, sharded
 
@@ -149,7 +149,7 @@ def initial_values(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of every parameter and buffer, or of those that are `wanted`, one module's at a time, as the
     model's own code computes them; not of modules whose parameters are all `elsewhere`."""
-    known = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+    known = names_of_parameters(skeleton)
     drawn: set[str] = set()
     with one_device():
         for path, module in skeleton.named_modules():

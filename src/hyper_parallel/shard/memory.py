@@ -17,16 +17,15 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyper_parallel.compat.dispatch import mapped
-from hyper_parallel.compat.local_tensor import uneven_products_again
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph import Pass, Rewrite, StepGraph, layers, regather, selective
 from hyper_parallel.graph.operator_costs import is_expensive
 from hyper_parallel.graph.reorder_for_memory import collectives_in_place
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
-from hyper_parallel.shard.model_structure import layers_or_refuse
+from hyper_parallel.shard.model_structure import is_own, layers_or_refuse
 from hyper_parallel.shard.plan.plan import Plan
-from hyper_parallel.shard.rules import is_own, matching, matching_or_refuse
+from hyper_parallel.shard.rules import matching, matching_or_refuse
 from hyper_parallel.shard.sharded_model import ShardedModel
 from hyper_parallel.strategy import Precision, Strategy, recomputed_layers, recomputes
 from hyper_parallel.strategy.memory import Memory
@@ -64,7 +63,7 @@ def _recomputed(options: dict[str, Any], forward: Forward, *args: Any, **kwargs:
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         # The backward pass may run outside of what the forward pass ran in, and in another thread.
-        with context.installed(), uneven_products_again():
+        with context.installed():
             return forward(*args, **kwargs)
 
     return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)

@@ -1,8 +1,10 @@
-"""Model structure: decoder layers, attention heads, fused projections, vision towers, and the modules of submodels."""
+"""Model structure: decoder and layers, attention heads, projections, vision towers, and modules of submodels."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +17,54 @@ from hyper_parallel.compat.dispatch import leaves_of
 from hyper_parallel.errors import StrategyError, nearest
 from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
-from hyper_parallel.shard.lora_adapters import without_adapters
-from hyper_parallel.shard.rules import decoder_of, input_embedding, is_transformers
+from hyper_parallel.shard.lora_adapters import base_of, without_adapters
 from hyper_parallel.strategy.axes import Submodel
 
 REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 """The attributes in which `nn.Module` keeps what is registered."""
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether the model is one of Transformers', with adapters in it or without; found out without importing either."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers")
+        for cls in type(without_adapters(model)).__mro__
+    )
+
+
+def is_own(model: nn.Module) -> bool:
+    """Whether the model's code is the user's own, and not that of one of Transformers' families."""
+    return not type(without_adapters(model)).__module__.startswith("transformers.")
+
+
+def decoder_of(model: nn.Module) -> str:
+    """The name of the language model's decoder in a Transformers model: what holds the layers, and no vision tower."""
+    core: Any = without_adapters(model)
+    decoder = core.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), "")
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Whether a Transformers model attends in both directions: an encoder, or one with a decoder behind it.
+
+    A vision tower beside a language model is none: the language model is what is spread.
+    """
+    core: Any = without_adapters(model)
+    if getattr(core.config, "is_encoder_decoder", False):
+        return True
+    decoder = model.get_submodule(decoder_of(model))
+    causal = {getattr(module, "is_causal", None) for module in decoder.modules()}
+    return False in causal and True not in causal
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """The table of the input ids; None where a model has none, as those of images have."""
+    core: Any = without_adapters(model)
+    try:
+        found: nn.Module | None = core.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found
 
 
 @dataclass(frozen=True)
@@ -46,6 +90,18 @@ def text_config(model: nn.Module) -> object | None:
     config: Any = without_adapters(model).config
     text: object = config.get_text_config() if hasattr(config, "get_text_config") else config
     return text
+
+
+def configs_of(model: nn.Module) -> Iterator[Any]:
+    """The configs that modules hold, and those inside of them: of the text, of a tower, of the two stacks."""
+    seen: set[int] = set()
+    pending = [c for module in model.modules() if (c := getattr(module, "config", None)) is not None]
+    while pending:
+        config = pending.pop()
+        if id(config) not in seen and hasattr(config, "__dict__"):
+            seen.add(id(config))
+            pending += [value for key, value in vars(config).items() if key.endswith("config")]
+            yield config
 
 
 def heads_of(module: nn.Module, config: object | None) -> Heads | None:
@@ -125,34 +181,20 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
+def is_projection(module: nn.Module) -> bool:
+    """Whether the module, or what its adapter wraps, is a linear map: nn.Linear or Conv1D."""
+    return isinstance(base_of(module), nn.Linear) or is_conv1d(base_of(module))
+
+
 def dim_of_features(module: nn.Module, output: bool) -> int:
     """The dim of a projection's weight that its output (or input) features lie on."""
     return int(output == is_conv1d(module))
 
 
-def without_values(model: nn.Module) -> nn.Module:
-    """A copy of a model without its values: every parameter and buffer is on the meta device."""
-    known: dict[int, object] = {id(x): torch.empty_like(x, device="meta") for x in computed_attributes(model)}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            empty = torch.empty_like(parameter, device="meta")
-            known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-        for buffer in model.buffers():
-            known[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, known)
-
-
-def computed_attributes(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors that modules keep of a forward pass, or of weights (`nn.utils.weight_norm`): a deep copy refuses
-    what autograd computed."""
-    for module in model.modules():
-        own = {key: value for key, value in vars(module).items() if key not in REGISTERED}
-        yield from (x for x in leaves_of(own) if isinstance(x, torch.Tensor) and not x.is_leaf)
-
-
-def is_by_head(parameter: nn.Parameter | None, heads: Heads) -> bool:
-    """Whether an attention's own parameter has one element for each query head, as attention sinks do."""
-    return parameter is not None and tuple(parameter.shape) == (heads.query,)
+def features_of(module: nn.Module, output: bool) -> int:
+    """The number of output (or input) features of a projection, or of the one that its adapter wraps."""
+    base = base_of(module)
+    return int(parameter_of(base, "weight").shape[dim_of_features(base, output)])
 
 
 def parameter_of(module: nn.Module, own: str) -> nn.Parameter:
@@ -160,6 +202,61 @@ def parameter_of(module: nn.Module, own: str) -> nn.Parameter:
     parameter = module._parameters[own]
     assert parameter is not None
     return parameter
+
+
+def owns_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters itself, not only in the modules below it."""
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by the name of its class."""
+    return "norm" in type(module).__name__.lower()
+
+
+def is_called_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention by the name of its class, whose heads need not be recognised."""
+    return re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
+
+
+def is_inside(name: str, parent: str) -> bool:
+    """Whether a module is `parent` or lies in it, by its dotted name."""
+    return name == parent or name.startswith(f"{parent}.")
+
+
+def names_of_parameters(model: nn.Module) -> dict[int, str]:
+    """`id` of each parameter to its name; of one that modules share, the first."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model without its values: every parameter and buffer is on the meta device."""
+    empty = functools.partial(torch.empty_like, device="meta")
+    return copied(model, empty, empty)
+
+
+def copied(
+    model: nn.Module, parameter: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    """A deep copy of a model, with what `parameter` makes of each parameter and `other` of each other tensor: buffers,
+    and what modules keep of a forward pass or of weights (`nn.utils.weight_norm`), which a deep copy would refuse."""
+    with torch.no_grad():
+        known: dict[int, object] = {id(x): other(x) for x in (*_computed_attributes(model), *model.buffers())}
+        for old in model.parameters():
+            known[id(old)] = nn.Parameter(parameter(old), old.requires_grad)
+    return copy.deepcopy(model, known)
+
+
+def _computed_attributes(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors that autograd computed and modules keep in attributes."""
+    for module in model.modules():
+        own = {key: value for key, value in vars(module).items() if key not in REGISTERED}
+        yield from (x for x in leaves_of(own) if isinstance(x, Tensor) and not x.is_leaf)
+
+
+def is_by_head(parameter: nn.Parameter | None, heads: Heads) -> bool:
+    """Whether an attention's own parameter has one element for each query head, as attention sinks do."""
+    return parameter is not None and tuple(parameter.shape) == (heads.query,)
 
 
 # Vision towers: parts of a model that a micro-batch without images leaves out.
@@ -221,15 +318,8 @@ def _completing(towers: list[nn.Module]) -> Wrapper:
 
 def _zero(tower: nn.Module) -> Tensor:
     """0, with a gradient of zeros to every weight of the tower."""
-    weights = [weight for weight in _weights(tower) if weight.requires_grad]
+    weights = [weight for weight in tower.parameters() if weight.requires_grad]
     return sum((weight.flatten()[:1].float() * 0).sum() for weight in weights)  # type: ignore[return-value]
-
-
-def _weights(tower: nn.Module) -> Iterator[Tensor]:
-    for module in tower.modules():
-        for weight in module._parameters.values():
-            if weight is not None:
-                yield weight
 
 
 def _with_zero(output: Any, zero: Any) -> Any:
@@ -267,7 +357,7 @@ def assigned_modules(model: nn.Module, submodels: Mapping[str, Submodel]) -> dic
                     f"submodels.{name}: the model has no module {module!r}{nearest(module, filter(None, known))}"
                 )
             for other, taken in found.items():
-                if f"{module}.".startswith(f"{other}.") or f"{other}.".startswith(f"{module}."):
+                if is_inside(module, other) or is_inside(other, module):
                     raise StrategyError(
                         f"submodels.{name}: {module!r} overlaps {other!r} of {list(submodels)[taken]}; give each "
                         "module to one submodel"
@@ -302,9 +392,7 @@ def _check_weights(model: nn.Module, submodels: Mapping[str, Submodel], found: M
     """Every weight has a submodel, and every submodel a weight."""
     having: set[int] = set()
     for weight, _ in model.named_parameters():
-        owners = [
-            place for module, place in found.items() if module and f"{weight}.".startswith(f"{module}.")
-        ]
+        owners = [place for module, place in found.items() if module and is_inside(weight, module)]
         if not owners and "" not in found:
             raise StrategyError(
                 f"submodels: no submodel has {weight!r}; name its module in one, or leave modules out in one, which "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -40,7 +41,13 @@ from hyper_parallel.shard.memory import (
     recomputed_modules,
     separately_gathered,
 )
-from hyper_parallel.shard.model_structure import apply_towers, without_values
+from hyper_parallel.shard.model_structure import (
+    apply_towers,
+    is_own,
+    is_transformers,
+    names_of_parameters,
+    without_values,
+)
 from hyper_parallel.shard.owner_check.check import check_rows, check_rows_of_call, refuse_longer
 from hyper_parallel.shard.parameter_gather import (
     Access,
@@ -57,11 +64,8 @@ from hyper_parallel.shard.region_check import (
     check_on_first_call,
     refusal_before_training,
 )
-from hyper_parallel.shard.region_check.outcome import SeenCall
-from hyper_parallel.shard.region_check.rehearsal import rehearse
 from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.shard.reshard import cut
-from hyper_parallel.shard.rules import is_own, is_transformers
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor.apply_1d import apply_boundaries, apply_edges
 from hyper_parallel.shard.tensor.apply_2d import apply_edges_2d, apply_tensor_2d, split_between
@@ -74,6 +78,30 @@ from hyper_parallel.shard.written_weights import (
 from hyper_parallel.strategy import Strategy
 
 Lowering = Literal["fsdp", "traceable"]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A strategy to put into effect on a model."""
+
+    model: nn.Module
+    plan: Plan
+    strategy: Strategy
+    axes: ProcessMesh
+    dtypes: dict[str, torch.dtype]
+    """Module name to compute dtype."""
+    gathers: bool
+    """The traceable lowering: parameters are gathered where they are used."""
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of parameters between steps."""
+        return dtype(self.strategy.precision.param)
+
+    @property
+    def reduced(self) -> torch.dtype:
+        """The dtype in which gradients are summed."""
+        return dtype(self.strategy.precision.reduce)
 
 
 def parallelize(
@@ -139,15 +167,14 @@ def parallelize(
     find_positions_in_masks(model)
     # Ranks that are simulated run one after the other, and need not agree.
     at_root = own and gathers and axes.connected and mesh.world > 1
-    routing, balancing = _apply(
-        model, plan, strategy, axes, dtypes, gathers, towers=not apart, at_root=at_root
-    )
+    task = _Task(model, plan, strategy, axes, dtypes, gathers)
+    routing, balancing = _apply(task, towers=not apart, at_root=at_root)
     apply_recompute(map(model.get_submodule, recomputed), strategy.memory.recompute == "selective")
 
     fsdp2 = axes.connected and not gathers
-    _store(model, plan, dtype(strategy.precision.param), axes, fsdp2, pipeline)
+    _store(task, fsdp2, pipeline)
     if fsdp2:
-        _fully_shard(model, plan, strategy, axes, dtypes)
+        _fully_shard(task)
     # Every rank makes the same groups now, not when a forward pass or a metric first needs one.
     for name in mesh.names:
         _ = axes[name]
@@ -161,7 +188,15 @@ def parallelize(
     if own and mesh.world > 1:
         explain_errors(model)
     if unseen and original is not None:
-        _check_on_first_call(handle, original, lowering, together)
+        check_on_first_call(
+            model,
+            original,
+            strategy,
+            plan,
+            on_simulated_ranks,
+            together,
+            functools.partial(check_rows_of_call, strategy, together),
+        )
     if longest is not None:
         refuse_longer(model, strategy, longest)
     return model
@@ -183,25 +218,6 @@ def _axes(
             f"`like` was parallelized over {like.mesh.axes}, and this strategy's axes are {plan.mesh.axes}"
         )
     return like.axes
-
-
-def _check_on_first_call(
-    handle: ShardedModel, original: nn.Module, lowering: Lowering, together: tuple[int, ...]
-) -> None:
-    """Have the first call of a model checked; see `check_on_first_call`."""
-    strategy = handle.strategy
-
-    def also(original: nn.Module, call: SeenCall) -> None:
-        check_rows_of_call(strategy, together, original, call)
-        if handle.axes.connected and handle.pipeline is None:
-            rehearse(handle, on_simulated_ranks, functools.partial(_like, handle, lowering), original, call)
-
-    check_on_first_call(handle.model, original, strategy, handle.plan, on_simulated_ranks, together, also)
-
-
-def _like(handle: ShardedModel, lowering: Lowering, model: nn.Module, strategy: Strategy) -> nn.Module:
-    """A copy spread over the processes of a model."""
-    return parallelize(model, strategy, lowering=lowering, like=handle)
 
 
 def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace | None) -> None:
@@ -231,22 +247,13 @@ def _refuse_model(model: nn.Module, strategy: Strategy, pipeline: PipelinePlace 
         )
 
 
-def _apply(
-    model: nn.Module,
-    plan: Plan,
-    strategy: Strategy,
-    axes: ProcessMesh,
-    dtypes: dict[str, torch.dtype],
-    gathers: bool,
-    *,
-    towers: bool,
-    at_root: bool,
-) -> tuple[Routing | None, Balancing | None]:
+def _apply(task: _Task, *, towers: bool, at_root: bool) -> tuple[Routing | None, Balancing | None]:
     """Wrap what the plan names: regions, attention, random numbers, the loss, accesses to parameters, casts. `towers`:
     those that did not run get gradients of zero. `at_root`: all parameters are accessed when the model is called.
 
     Returns the counts of tokens by expert, and the routers' auxiliary loss, where there are such.
     """
+    model, plan, axes = task.model, task.plan, task.axes
     mesh, terms = plan.mesh, own_terms(model)
     balancing = Balancing.of(model, plan, terms.balancing)
     routing = apply_experts_plan(model, plan, axes)
@@ -265,12 +272,12 @@ def _apply(
     site = sites_of(axes[mesh.tensor], stretches, between, positions)
     apply_dropout(model, site)
     apply_functional_dropout(model, site)
-    apply_loss(model, plan, axes, dtypes, context.cut if context is not None else None, terms)
+    apply_loss(model, plan, axes, task.dtypes, context.cut if context is not None else None, terms)
     apply_context_to_root(model, context)
     if towers:
         apply_towers(model)
-    _apply_accesses(model, plan, axes, dtypes, dtype(strategy.precision.reduce), gathers, at_root)
-    apply_casts(model, dtypes)
+    _apply_accesses(task, at_root)
+    apply_casts(model, task.dtypes)
     return routing, balancing
 
 
@@ -294,16 +301,9 @@ def on_simulated_ranks(model: nn.Module, strategy: Strategy) -> nn.Module:
     return parallelize(model, strategy, lowering="traceable", alone=strategy.axes.world == 1)
 
 
-def _apply_accesses(
-    model: nn.Module,
-    plan: Plan,
-    axes: ProcessMesh,
-    dtypes: dict[str, torch.dtype],
-    reduce: torch.dtype,
-    gathers: bool,
-    at_root: bool,
-) -> None:
-    known = {id(parameter): name for name, parameter in model.named_parameters()}
+def _apply_accesses(task: _Task, at_root: bool) -> None:
+    model, plan, dtypes = task.model, task.plan, task.dtypes
+    known = names_of_parameters(model)
     alone = plan.mesh.world == 1
     stored_whole = plan.mesh.size("replicate") * plan.mesh.size(plan.mesh.storage) == 1
     by_group: dict[str, list[AccessedParameter]] = {}
@@ -316,13 +316,13 @@ def _apply_accesses(
             groups |= {name, ""} if stored_whole and not separate else {name}
         for own, parameter in module._parameters.items():
             if parameter is not None and not (alone and parameter.dtype == dtypes[name]):
-                dtype_pair = Dtypes(dtypes[name], reduce)
-                access = Access(plan.parameters[known[id(parameter)]], axes, dtype_pair, gathers)
+                planned = plan.parameters[known[id(parameter)]]
+                access = Access(planned, task.axes, Dtypes(dtypes[name], task.reduced), task.gathers)
                 for group in groups:
                     by_group.setdefault(group, []).append(AccessedParameter(module, own, access))
     if at_root:
         each = {(id(one.owner), one.own): one for accesses in by_group.values() for one in accesses}
-        GatheredAtRoot(model, [*each.values()], axes)
+        GatheredAtRoot(model, [*each.values()], task.axes)
         return
     for name, accesses in by_group.items():
         apply_access(model.get_submodule(name), accesses)
@@ -336,20 +336,14 @@ def _group_of(name: str, plan: Plan) -> str:
     return f"{plan.layers}.{index}"
 
 
-def _store(
-    model: nn.Module,
-    plan: Plan,
-    stored: torch.dtype,
-    axes: ProcessMesh,
-    fsdp2: bool,
-    pipeline: PipelinePlace | None,
-) -> None:
+def _store(task: _Task, fsdp2: bool, pipeline: PipelinePlace | None) -> None:
     """Exchange every parameter for this rank's piece of it.
 
     With FSDP2 the storage axes are left to it. Where there is one tensor axis its piece is carried by a DTensor, so
     that it tells what it is to everything that reads parameters, torch's own clipping for one.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    plan, axes, stored = task.plan, task.axes, task.stored
+    names = names_of_parameters(task.model)
 
     def make(old: nn.Parameter) -> nn.Parameter:
         name = names[id(old)]
@@ -367,7 +361,7 @@ def _store(
             keep_gradient_sharded(made)
         return made
 
-    fsdp.replace_parameters(model, make)
+    fsdp.replace_parameters(task.model, make)
 
 
 def _as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
@@ -379,15 +373,13 @@ def _as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTenso
     )
 
 
-def _fully_shard(
-    model: nn.Module, plan: Plan, strategy: Strategy, processes: ProcessMesh, dtypes: dict[str, torch.dtype]
-) -> None:
+def _fully_shard(task: _Task) -> None:
     """FSDP2 over the data axes: a group for each layer, one for the rest, so that tied weights stay together.
 
     A module whose weights are stored over other axes, or that has another compute dtype, forms its own group.
     """
+    model, plan, dtypes = task.model, task.plan, task.dtypes
     mesh = plan.mesh
-    stored, reduce = dtype(strategy.precision.param), dtype(strategy.precision.reduce)
 
     def shard(module: nn.Module, storage: str, compute: torch.dtype, reshard: bool) -> None:
         if mesh.size(storage) * mesh.size("replicate") == 1:
@@ -395,12 +387,12 @@ def _fully_shard(
         # FSDP2 exchanges the parameters of what it has taken, so they are looked up anew.
         plans = {id(p): plan.parameters[name] for name, p in model.named_parameters()}
         axes = ("replicate", storage) if mesh.size("replicate") > 1 else (storage,)
-        levels = processes[storage].levels
+        levels = task.axes[storage].levels
         fsdp.shard_module(
             module,
-            processes.device_mesh(*axes),
-            compute=compute if compute != stored else None,
-            reduce=reduce if reduce != compute else None,
+            task.axes.device_mesh(*axes),
+            compute=compute if compute != task.stored else None,
+            reduce=task.reduced if task.reduced != compute else None,
             reshard_after_forward=reshard,
             # Of no elements there are no shards.
             ignored=[p for p in module.parameters() if plans[id(p)].storage != storage or not p.numel()],
@@ -410,7 +402,7 @@ def _fully_shard(
         )
 
     apart = separately_gathered(model, plan, dtypes)
-    frees = frees_after_forward(strategy.memory, apart)
+    frees = frees_after_forward(task.strategy.memory, apart)
     for name, storage in apart.items():
         shard(model.get_submodule(name), storage, dtypes[name], frees[name])
     shard(model, mesh.storage, dtypes[""], False)

@@ -37,6 +37,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.mesh_axis import Axis, _Moved
+from hyper_parallel.shard.model_structure import parameter_of
 from hyper_parallel.shard.plan.plan import ParameterPlan
 from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.shard.written_weights import WrittenBuffers
@@ -150,26 +151,39 @@ def apply_access(module: nn.Module, accesses: Sequence[AccessedParameter]) -> No
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         # Inside of a module that made them ready, there is nothing to do for those below it.
         here = [one for one in accesses if isinstance(one.owner._parameters[one.own], nn.Parameter)]
-        stored = [owner._parameters[own] for owner, own, _ in here]
+        stored = [parameter_of(owner, own) for owner, own, _ in here]
         made: dict[int, torch.Tensor] = {}
-        try:
-            with present(*stored):
-                for (owner, own, access), parameter in zip(here, stored, strict=True):
-                    assert parameter is not None
-                    if id(parameter) not in made:
-                        made[id(parameter)] = access(parameter)
-                    put(owner, own, made[id(parameter)])
-                given = [made[id(parameter)] for parameter in stored]
-                memory = [_memory(x) for x in given]
-                output = forward(*args, **kwargs)
-            same = [_memory(x) == before for x, before in zip(given, memory, strict=True)]
-            refuse_exchanged(here, given, same)
-            return output
-        finally:
-            for (owner, own, _), parameter in zip(here, stored, strict=True):
-                put(owner, own, parameter)
+        with present(*stored):
+            for (_, _, access), parameter in zip(here, stored, strict=True):
+                if id(parameter) not in made:
+                    made[id(parameter)] = access(parameter)
+            with _exchanged(here, [made[id(parameter)] for parameter in stored]):
+                return forward(*args, **kwargs)
 
     wrap(module, wrapper)
+
+
+@contextlib.contextmanager
+def _exchanged(accesses: Sequence[AccessedParameter], made: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the model's code finds these tensors in the place of the parameters.
+
+    Raises StrategyError where the code puts another one there.
+    """
+    stored = [owner._parameters[own] for owner, own, _ in accesses]
+    memory = [_memory(tensor) for tensor in made]
+    try:
+        for (owner, own, _), tensor in zip(accesses, made, strict=True):
+            put(owner, own, tensor)
+        yield
+        for (owner, own, access), tensor, before in zip(accesses, made, memory, strict=True):
+            if owner._parameters.get(own) is not tensor or _memory(tensor) != before:
+                raise StrategyError(
+                    f"the forward pass puts another tensor in the place of the parameter {access.plan.name!r}, and an "
+                    "optimizer would update the one that was there; write its values instead: parameter.copy_(values)"
+                )
+    finally:
+        for (owner, own, _), parameter in zip(accesses, stored, strict=True):
+            put(owner, own, parameter)
 
 
 def put(owner: nn.Module, own: str, tensor: torch.Tensor | None) -> None:
@@ -180,21 +194,9 @@ def put(owner: nn.Module, own: str, tensor: torch.Tensor | None) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where a plain tensor's values lie; setting its `.data` changes that."""
-    return tensor.data_ptr() if type(tensor) is torch.Tensor else 0
-
-
-def refuse_exchanged(
-    accesses: Sequence[AccessedParameter], made: Sequence[torch.Tensor], same: Sequence[bool]
-) -> None:
-    """Raise StrategyError where the forward pass put another tensor in a parameter's place. `same`: whether each still
-    has the memory that it had."""
-    for (owner, own, access), tensor, kept in zip(accesses, made, same, strict=True):
-        if owner._parameters.get(own) is not tensor or not kept:
-            raise StrategyError(
-                f"the forward pass puts another tensor in the place of the parameter {access.plan.name!r}, and an "
-                "optimizer would update the one that was there; write its values instead: parameter.copy_(values)"
-            )
+    """Where a plain tensor's values lie, or a fake one's would; setting its `.data` changes that."""
+    plain = type(tensor) is torch.Tensor or is_fake(tensor)
+    return tensor.untyped_storage()._cdata if plain else 0
 
 
 # Weights of a user's own module in the traceable lowering: all are made ready when the model is called.
@@ -264,19 +266,12 @@ class GatheredAtRoot:
     @contextlib.contextmanager
     def _in_place(self, made: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the model's code finds these."""
-        stored = [owner._parameters[own] for owner, own, _ in self._accesses]
-        memory = [x.untyped_storage()._cdata for x in made]
         self._inside = True
         try:
-            for (owner, own, _), x in zip(self._accesses, made, strict=True):
-                put(owner, own, x)
-            yield
-            same = [x.untyped_storage()._cdata == before for x, before in zip(made, memory, strict=True)]
-            refuse_exchanged(self._accesses, made, same)
+            with _exchanged(self._accesses, made):
+                yield
         finally:
             self._inside = False
-            for (owner, own, _), parameter in zip(self._accesses, stored, strict=True):
-                put(owner, own, parameter)
 
     def _ready(self, stored: Sequence[Tensor]) -> list[Tensor]:
         """What is computed with, in the order of the accesses; of a parameter that modules share, once."""
@@ -284,13 +279,12 @@ class GatheredAtRoot:
         places = sorted(first.values())
         moves = [self._accesses[at].access.over_data() for at in places]
         local = [local_for_compute(x) if isinstance(x, DTensor) else x for x in (stored[at] for at in places)]
-        whole = _Together.apply(_Moves(moves, self._any_of(local), self._forget), *local)
+        # A graph has no values: what is set on this rank counts.
+        fake = any(map(is_fake, local))
+        any_of = (lambda flags: flags) if fake else self._axes.any
+        whole = _Together.apply(_Moves(moves, any_of, self._forget), *local)
         made = {at: self._accesses[at].access.after_data(x) for at, x in zip(places, whole, strict=True)}
         return [made[first[id(x)]] for x in stored]
-
-    def _any_of(self, stored: Sequence[Tensor]) -> Callable[[list[bool]], list[bool]]:
-        """Of each flag whether it is set on some rank; in a graph, which has no values, on this one."""
-        return (lambda flags: flags) if any(map(is_fake, stored)) else self._axes.any
 
     def _forget(self) -> None:
         if not keeps_graph():

@@ -100,10 +100,6 @@ class ProcessMesh(Mapping[str, Axis]):
     def __len__(self) -> int:
         return len(self.mesh.names)
 
-    def made(self) -> dict[str, Axis]:
-        """Every axis, joint and fold that has been looked up, by name."""
-        return dict(self._axes)
-
     @property
     def cluster(self) -> Cluster | None:
         """The one along whose levels collectives run; None where each is one flat call."""

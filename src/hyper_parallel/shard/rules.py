@@ -14,6 +14,14 @@ from torch import nn
 
 from hyper_parallel.errors import StrategyError, nearest
 from hyper_parallel.shard.lora_adapters import base_of, is_adapted, name_in_base, without_adapters
+from hyper_parallel.shard.model_structure import (
+    decoder_of,
+    has_encoder,
+    input_embedding,
+    is_projection,
+    is_transformers,
+    owns_parameters,
+)
 from hyper_parallel.strategy.strategy import RuleName
 
 _FROM_TRANSFORMERS: Mapping[str, RuleName] = {
@@ -76,49 +84,6 @@ def matching_or_refuse(pattern: str, names: Iterable[str], key: str) -> list[str
     return found
 
 
-def is_transformers(model: nn.Module) -> bool:
-    """Whether the model is one of Transformers', with adapters in it or without; found out without importing either."""
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers")
-        for cls in type(without_adapters(model)).__mro__
-    )
-
-
-def is_own(model: nn.Module) -> bool:
-    """Whether the model's code is the user's own, and not that of one of Transformers' families."""
-    return not type(without_adapters(model)).__module__.startswith("transformers.")
-
-
-def decoder_of(model: nn.Module) -> str:
-    """The name of the language model's decoder in a Transformers model: what holds the layers, and no vision tower."""
-    core: Any = without_adapters(model)
-    decoder = core.get_decoder()
-    return next((name for name, module in model.named_modules() if module is decoder), "")
-
-
-def has_encoder(model: nn.Module) -> bool:
-    """Whether a Transformers model attends in both directions: an encoder, or one with a decoder behind it.
-
-    A vision tower beside a language model is none: the language model is what is spread.
-    """
-    core: Any = without_adapters(model)
-    if getattr(core.config, "is_encoder_decoder", False):
-        return True
-    decoder = model.get_submodule(decoder_of(model))
-    causal = {getattr(module, "is_causal", None) for module in decoder.modules()}
-    return False in causal and True not in causal
-
-
-def input_embedding(model: nn.Module) -> nn.Module | None:
-    """The table of the input ids; None where a model has none, as those of images have."""
-    core: Any = without_adapters(model)
-    try:
-        found: nn.Module | None = core.get_input_embeddings()
-    except NotImplementedError:
-        return None
-    return found
-
-
 def pairs_of(rules: Mapping[str, RuleName]) -> dict[str, str]:
     """Colwise or rowwise projection to the module in which it has its counterparts: its own parent, or, where attention
     or MLP keep their projections in modules below them, the parent of that. One without any is left out."""
@@ -154,7 +119,10 @@ def resolve(
         by_name = _plan_from_names(model, modules)
         rules.update({name: rule for name, rule in by_name.items() if name.rpartition(".")[0] not in planned})
         rules.update(theirs)
-        rules.update(_plan_of_latent_attention(modules))
+        # Families leave latent attention out of their plans, or have it under other names.
+        latent = {name.rpartition(".")[0] for name in modules if name.endswith(".kv_b_proj")}
+        children = {f"{parent}.{child}": rule for parent in latent for child, rule in _LATENT.items()}
+        rules.update((name, children[name]) for name in sorted(children) if name in modules)
         rules.update(_ends(model, modules))
     # Patterns are written for the model without adapters; an adapted layer goes by the name of what it wraps.
     by_pattern: dict[str, str] = {}
@@ -169,7 +137,7 @@ def resolve(
                 f"strategy.rules: {rule!r} is no rule; the rules are {', '.join(get_args(RuleName))}"
             )
         found = [by_pattern[n] for n in matching_or_refuse(pattern, by_pattern, "strategy.rules")]
-        owners = [name for name in found if _owns_parameters(modules[name])]
+        owners = [name for name in found if owns_parameters(base_of(modules[name]))]
         if not owners:
             raise StrategyError(
                 f"strategy.rules: the pattern {pattern!r} matches no module that holds weights directly"
@@ -200,13 +168,6 @@ def _plan_of_transformers(
     return rules
 
 
-def _plan_of_latent_attention(modules: Mapping[str, nn.Module]) -> dict[str, RuleName]:
-    """Rules of multi-head latent attention, which families leave out of their plans or have under other names."""
-    parents = {name.rpartition(".")[0] for name in modules if name.endswith(".kv_b_proj")}
-    children = [f"{parent}.{child}" for parent in parents for child in _LATENT]
-    return {name: _LATENT[name.rpartition(".")[2]] for name in sorted(children) if name in modules}
-
-
 def _plan_from_names(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, RuleName]:
     core: Any = without_adapters(model)
     encodes = has_encoder(model)
@@ -216,7 +177,7 @@ def _plan_from_names(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict
     within = "" if getattr(core.config, "is_encoder_decoder", False) else decoder_of(model)
     rules: dict[str, RuleName] = {}
     for name, module in modules.items():
-        if not _is_projection(module) or not name.startswith(f"{within}." if within else ""):
+        if not is_projection(module) or not name.startswith(f"{within}." if within else ""):
             continue
         last = next(
             (n for n in (name.rsplit(".", 1)[-1], ".".join(name.split(".")[-2:])) if n in known), None
@@ -248,11 +209,3 @@ def _ends(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, RuleN
                 return {}  # who else keeps such a weight may compute with it: a whole vocabulary is right for all
             rules[name] = "vocab"
     return rules
-
-
-def _is_projection(module: nn.Module) -> bool:
-    return isinstance(base_of(module), nn.Linear) or type(base_of(module)).__name__ == "Conv1D"
-
-
-def _owns_parameters(module: nn.Module) -> bool:
-    return any(parameter is not None for parameter in base_of(module)._parameters.values())

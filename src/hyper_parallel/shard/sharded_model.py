@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -257,20 +257,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 # captured steps, and the `clip_grad_norm_` of the integrations, compute the norm and clip with these two functions.
 
 
-class HasGradient(Protocol):
-    """A parameter's local shard."""
-
-    @property
-    def layout(self) -> Layout:
-        """How the parameter is split."""
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """This rank's shard of the gradient."""
-
-
 def gradient_norm(
-    parameters: Iterable[HasGradient], reduce: Callable[[torch.Tensor], torch.Tensor]
+    parameters: Iterable[ShardedParameter], reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """The 2-norm of the whole gradient, fp32 []; `reduce` sums over all ranks of the mesh."""
     by_copies: dict[int, list[torch.Tensor]] = {}

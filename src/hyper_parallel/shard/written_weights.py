@@ -21,7 +21,7 @@ from hyper_parallel.compat.fsdp_groups import CHANGED_OUTPUT, GroupParameter, Pa
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.agreed_collectives import AgreedCollectives
 from hyper_parallel.shard.hooks import Forward, wrap
-from hyper_parallel.shard.model_structure import REGISTERED
+from hyper_parallel.shard.model_structure import REGISTERED, names_of_parameters
 from hyper_parallel.shard.process_mesh import ProcessMesh
 from hyper_parallel.strategy import Strategy
 
@@ -37,7 +37,7 @@ class WrittenWeights:
         """`buffers`: compare written buffers too."""
         self._model, self._collectives, self._axes = model, collectives, axes
         self._buffers = WrittenBuffers(model, axes) if buffers else None
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = names_of_parameters(model)
         self._names = {
             id(one.state): names[id(one.sharded)]
             for group in collectives.groups
@@ -297,7 +297,7 @@ WRITTEN_UNDER_TENSOR = (
 
 def refuse_parameters_in_attributes(model: nn.Module) -> None:
     """Raise StrategyError for a parameter that a module keeps in an attribute: another one will take its place."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = names_of_parameters(model)
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in REGISTERED or (isinstance(module, nn.RNNBase) and key == "_flat_weights"):

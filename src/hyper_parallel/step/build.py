@@ -27,9 +27,9 @@ from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.folder_weights import has_untied_weights
 from hyper_parallel.shard.forward import first_position
+from hyper_parallel.shard.model_structure import has_encoder
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.shard.region_check.result_cache import unchanged
-from hyper_parallel.shard.rules import has_encoder
 from hyper_parallel.step.adapters import with_adapters
 from hyper_parallel.step.engine import check_length, try_graph
 from hyper_parallel.step.epochs import with_steps

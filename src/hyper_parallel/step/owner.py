@@ -13,11 +13,11 @@ from hyper_parallel.data import TrainingData
 from hyper_parallel.errors import ConfigError, StrategyError
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.owner_check import Comparison, Kind
 from hyper_parallel.shard.owner_check.check import refuse_dependent, remember, verdicts
 from hyper_parallel.shard.parallelize import on_simulated_ranks
 from hyper_parallel.shard.region_check.check import SKIP, checks, vocabulary_of
-from hyper_parallel.shard.rules import is_transformers
 
 log = logging.getLogger(__name__)
 

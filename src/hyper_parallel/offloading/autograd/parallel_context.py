@@ -27,7 +27,7 @@ from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.forward import known_positions, positions_known
 from hyper_parallel.shard.loss.causal_lm import Request, root_of
 from hyper_parallel.shard.memory import in_place, recomputed_modules
-from hyper_parallel.shard.rules import is_own
+from hyper_parallel.shard.model_structure import is_own
 from hyper_parallel.shard.saved_gathers import SavedGathers, SavedItem, SavedKind
 from hyper_parallel.units import format_bytes
 

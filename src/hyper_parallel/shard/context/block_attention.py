@@ -156,12 +156,6 @@ class AttentionBlock:
     query_positions: Interval
     key_positions: Interval
 
-    @property
-    def work(self) -> float:
-        """Scores computed: all of them, or half of a causal block."""
-        area = (self.queries[1] - self.queries[0]) * (self.keys[1] - self.keys[0])
-        return area / 2 if self.relation == "causal" else area
-
 
 @dataclass(frozen=True, eq=False)
 class Documents:

@@ -15,7 +15,6 @@ Where the tensor axes split the sequence, the context axis splits what a rank ha
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,15 +26,20 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.context.model_inputs import ContextRoot, by_name, refuse_caches
 from hyper_parallel.shard.context.plan import ContextPlan, PositionSplit, mixing
 from hyper_parallel.shard.experts.plan import is_experts
-from hyper_parallel.shard.hooks import Forward, all_positions, change_input, change_output, wrap
+from hyper_parallel.shard.hooks import Forward, all_positions, at_edges, wrap
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.model_structure import heads_of, layers_or_refuse
+from hyper_parallel.shard.model_structure import (
+    heads_of,
+    is_called_attention,
+    is_norm,
+    layers_or_refuse,
+    owns_parameters,
+)
 from hyper_parallel.shard.plan.plan import PlanBuilder
 
 log = logging.getLogger(__name__)
 
 _DIM = 1
-_ATTENDS = re.compile("attention|attn", re.IGNORECASE)
 
 
 def plan_gathered(draft: PlanBuilder, plan: ContextPlan) -> tuple[str, ...]:
@@ -51,8 +55,7 @@ def plan_gathered(draft: PlanBuilder, plan: ContextPlan) -> tuple[str, ...]:
         name = f"{layers}.{index}"
         children = [f"{name}.{child}" for child, _ in layer.named_children()]
         inline = [child for child in children if not list(draft.names[child].children())]
-        own = any(parameter is not None for parameter in layer._parameters.values())
-        if own or not all(_apart(draft, child) for child in inline):
+        if owns_parameters(layer) or not all(_apart(draft, child) for child in inline):
             found.append(name)
         else:
             found += [child for child in children if not _apart(draft, child)]
@@ -72,23 +75,17 @@ def _apart(draft: PlanBuilder, name: str) -> bool:
     if not any(True for _ in module.parameters()) or name in draft.rules:
         return True
     if not list(module.children()):
-        return "norm" in type(module).__name__.lower()
+        return is_norm(module)
     inner = dict(module.named_modules(prefix=name))
-    if any(
-        _ATTENDS.search(type(m).__name__) or heads_of(m, draft.config) is not None for m in inner.values()
-    ):
+    if any(is_called_attention(m) or heads_of(m, draft.config) is not None for m in inner.values()):
         return False
     if any(True for _ in mixing(module)):
         return False
     if any(is_experts(m) for m in inner.values()):
         return True
     rules = {draft.rules.get(f"{name}.{child}") for child, _ in module.named_children()}
-    own = [
-        n
-        for n, m in inner.items()
-        if any(p is not None for p in m._parameters.values()) and n not in draft.rules
-    ]
-    return {"colwise", "rowwise"} <= rules and all("norm" in type(inner[n]).__name__.lower() for n in own)
+    own = [m for n, m in inner.items() if owns_parameters(m) and n not in draft.rules]
+    return {"colwise", "rowwise"} <= rules and all(map(is_norm, own))
 
 
 @dataclass(frozen=True)
@@ -154,10 +151,7 @@ def apply_gathered(
     split = PositionSplit(axes["context"], plan.ulysses)
     for name in plan.gathered:
         wrap(model.get_submodule(name), all_positions(lambda x: _gather(x, split), lambda x: _cut(x, split)))
-    layers = model.get_submodule(plan.layers)
-    assert isinstance(layers, nn.ModuleList)
-    wrap(layers[0], change_input(lambda x: _cut(x, split)))
-    wrap(layers[-1], change_output(lambda x: _gather(x, split)))
+    at_edges(model.get_submodule(plan.layers), lambda x: _cut(x, split), lambda x: _gather(x, split))
     root = GatheredRoot(model, plan, split, axes["context"], outer)
     wrap(model.get_submodule(plan.decoder), root.around_decoder)
     return root

@@ -26,6 +26,7 @@ from hyper_parallel.shard.context.mask import (
     watch_for_documents,
 )
 from hyper_parallel.shard.context.plan import RING, ULYSSES, ContextPlan, PositionSplit
+from hyper_parallel.shard.forward import begins
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.mesh_axis import Axis
@@ -231,10 +232,10 @@ def documents_of(positions: Tensor, padding: Any, rows: int, length: int) -> tup
         if positions.size(0) != 4:
             return None
         positions = positions[0]
-    begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
-    documents = begins.long().cumsum(-1).expand(rows, -1)
+    new = begins(positions)
+    documents = new.long().cumsum(-1).expand(rows, -1)
     known = current_step().documents
-    several = _any(begins) if known is None else known
+    several = _any(new) if known is None else known
     return (documents, documents) if several else None
 
 

@@ -25,8 +25,15 @@ from hyper_parallel.layout.layout import Interval
 from hyper_parallel.layout.mesh import Fold, Mesh
 from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.model_structure import Heads, heads_of, layers_or_refuse, text_config
-from hyper_parallel.shard.rules import decoder_of, has_encoder, is_transformers
+from hyper_parallel.shard.model_structure import (
+    Heads,
+    decoder_of,
+    has_encoder,
+    heads_of,
+    is_transformers,
+    layers_or_refuse,
+    text_config,
+)
 from hyper_parallel.strategy import Strategy
 
 RING, ULYSSES = "context_ring", "context_ulysses"

@@ -22,6 +22,7 @@ place, and all else is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -75,8 +76,11 @@ def compute(
     replicas = None if places is None or not places.replicas.size(0) else places.replicas
     order = torch.argsort(keys, stable=True)
     back = _inverse(order)
-    rows = _to_rows(x, order, back, ids.size(1))
-    counts = count(keys, experts + _length(replicas))
+    tokens, k, features = x.size(0), ids.size(1), x.size(1)
+    # Each token once for each of its experts.
+    rows = _moved(x, lambda x: x[order // k], lambda g: g[back].view(tokens, k, features).sum(1))
+    exchange = _Exchange(expert, experts, replicas)
+    counts = count(keys, experts + exchange.hot)
     if expert.size == 1:
         even = evenly(rows.size(0), experts)
         if current_step().even_load is not None:
@@ -86,8 +90,8 @@ def compute(
             expected(groups, even, scales=False)
         computed = apply_experts(module, weights, rows, groups)
     else:
-        computed = _elsewhere(module, weights, rows, counts, expert, experts, replicas)
-    return _permute(computed, back, order).view(x.size(0), ids.size(1), x.size(1))
+        computed = exchange(module, weights, rows, counts)
+    return _permute(computed, back, order).view(tokens, k, features)
 
 
 def count(keys: torch.Tensor, bins: int) -> torch.Tensor:
@@ -101,93 +105,93 @@ def evenly(rows: int, bins: int) -> list[int]:
     return [rows // bins + (at < rows % bins) for at in range(bins)]
 
 
-def _elsewhere(
-    module: nn.Module,
-    weights: Weights,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    expert: Axis,
-    experts: int,
-    replicas: torch.Tensor | None,
-) -> torch.Tensor:
-    """[R, h] to [R, h]: rows sorted by expert, those of replicas last, through the experts of all ranks."""
-    n, local = expert.size, experts // expert.size
-    leaving = counts[:experts].view(n, local)
-    arriving = collectives.all_to_all(leaving, [1] * n, [1] * n, expert.group)
-    # Before the numbers are read, after which there is memory for as many rows.
-    report = current_step().report_load
-    if report is not None:
-        likely = sum(_told_evenly(rows.size(0), expert, experts, _length(replicas), 1.0).receive)
-        report((arriving.sum().float() / max(likely, 1)).view(1))
-    told = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[experts:]])
-    send, receive, groups, hot = _read(told, rows.size(0), expert, experts, _length(replicas))
-    away = rows if replicas is None else rows.narrow(0, 0, sum(send))
+@dataclass(frozen=True)
+class _Exchange:
+    """The exchange of rows over the expert axis."""
 
-    arrived = expert.exchange(away, send, receive)
-    labels = torch.arange(local, device=rows.device).repeat(n)
-    labels = labels.repeat_interleave(arriving.flatten(), output_size=sum(receive))
-    order = torch.argsort(labels, stable=True)
-    back = _inverse(order)
-    computed = apply_experts(module, weights, _permute(arrived, order, back), groups)
-    returned = expert.exchange(_permute(computed, back, order), receive, send)
-    if replicas is None:
-        return returned
-    here = apply_experts(
-        module,
-        {name: _replicated(weight, replicas, expert) for name, weight in weights.items()},
-        rows.narrow(0, sum(send), sum(hot)),
-        hot,
-    )
-    return torch.cat([returned, here])
+    expert: Axis
+    experts: int
+    replicas: torch.Tensor | None
+    """int64[K]: the places of the experts that have replicas."""
 
+    @property
+    def hot(self) -> int:
+        """The number of replicas."""
+        return 0 if self.replicas is None else self.replicas.size(0)
 
-def _read(told: torch.Tensor, rows: int, expert: Axis, experts: int, replicas: int) -> RowCounts:
-    """The rows of an exchange, once the host has waited."""
-    sizes = expert.size, expert.size, experts // expert.size, replicas
-    load = current_step().even_load
-    if load is not None:
-        return _told_evenly(rows, expert, experts, replicas, load)
-    whole = told.tolist()
-    parts = []
-    for size in sizes:
-        parts.append(whole[:size])
-        whole = whole[size:]
-    if any(map(is_symbolic, parts[0])):
-        even = _told_evenly(rows, expert, experts, replicas, 1.0)
-        # What leaves is certain, but for what stays with replicas; from each rank no more comes than it has.
-        limits = (rows, expert.size * rows, expert.size * rows, rows)
-        for part, likely, scales, most in zip(parts, even, (False, True, True, False), limits, strict=True):
-            expected(part, likely, scales, most)
-    return RowCounts(*parts)
+    @property
+    def local(self) -> int:
+        """The number of experts that a rank has."""
+        return self.experts // self.expert.size
 
+    def __call__(
+        self, module: nn.Module, weights: Weights, rows: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, h] to [R, h]: rows sorted by expert, those of replicas last, through the experts of all ranks."""
+        n, expert = self.expert.size, self.expert
+        leaving = counts[: self.experts].view(n, self.local)
+        arriving = collectives.all_to_all(leaving, [1] * n, [1] * n, expert.group)
+        # Before the numbers are read, after which there is memory for as many rows.
+        report = current_step().report_load
+        if report is not None:
+            likely = sum(self._evenly(rows.size(0), 1.0).receive)
+            report((arriving.sum().float() / max(likely, 1)).view(1))
+        numbers = torch.cat([leaving.sum(1), arriving.sum(1), arriving.sum(0), counts[self.experts :]])
+        send, receive, groups, hot = self._read(numbers, rows.size(0))
+        away = rows if self.replicas is None else rows.narrow(0, 0, sum(send))
 
-def _told_evenly(rows: int, expert: Axis, experts: int, replicas: int, load: float) -> RowCounts:
-    """What `_read` gives if the rows of every rank were spread evenly over the experts, and this rank's were `load`
-    times as popular."""
-    n, local = expert.size, experts // expert.size
-    counts = evenly(rows, experts + replicas)
-    send = [sum(counts[at * local : (at + 1) * local]) for at in range(n)]
-    come = round(send[per_rank_int(expert.index)] * load)
-    return RowCounts(send, [come] * n, evenly(n * come, local), counts[experts:])
+        arrived = expert.exchange(away, send, receive)
+        labels = torch.arange(self.local, device=rows.device).repeat(n)
+        labels = labels.repeat_interleave(arriving.flatten(), output_size=sum(receive))
+        order = torch.argsort(labels, stable=True)
+        back = _inverse(order)
+        computed = apply_experts(module, weights, _permute(arrived, order, back), groups)
+        returned = expert.exchange(_permute(computed, back, order), receive, send)
+        if self.replicas is None:
+            return returned
+        copies = {name: self._replicated(weight, self.replicas) for name, weight in weights.items()}
+        here = apply_experts(module, copies, rows.narrow(0, sum(send), sum(hot)), hot)
+        return torch.cat([returned, here])
 
+    def _read(self, numbers: torch.Tensor, rows: int) -> RowCounts:
+        """The rows of an exchange, once the host has waited."""
+        load, n = current_step().even_load, self.expert.size
+        if load is not None:
+            return self._evenly(rows, load)
+        whole = numbers.tolist()
+        parts = []
+        for size in (n, n, self.local, self.hot):
+            parts.append(whole[:size])
+            whole = whole[size:]
+        if any(map(is_symbolic, parts[0])):
+            even = self._evenly(rows, 1.0)
+            # What leaves is certain, but for what stays with replicas; from each rank no more comes than it has.
+            limits = (rows, n * rows, n * rows, rows)
+            for part, likely, scales, most in zip(
+                parts, even, (False, True, True, False), limits, strict=True
+            ):
+                expected(part, likely, scales, most)
+        return RowCounts(*parts)
 
-# Replicas.
+    def _evenly(self, rows: int, load: float) -> RowCounts:
+        """What `_read` gives if the rows of every rank were spread evenly over the experts, and this rank's were `load`
+        times as popular."""
+        n, local = self.expert.size, self.local
+        counts = evenly(rows, self.experts + self.hot)
+        send = [sum(counts[at * local : (at + 1) * local]) for at in range(n)]
+        come = round(send[per_rank_int(self.expert.index)] * load)
+        return RowCounts(send, [come] * n, evenly(n * come, local), counts[self.experts :])
 
-
-def _length(replicas: torch.Tensor | None) -> int:
-    return 0 if replicas is None else replicas.size(0)
-
-
-def _replicated(weight: torch.Tensor, replicas: torch.Tensor, expert: Axis) -> torch.Tensor:
-    """[E / n, ...] to [K, ...]: the weights of the experts at these places, from their owners."""
-    local = weight.size(0)
-    first = per_rank(lambda rank: torch.tensor(expert.index(rank) * local, device=weight.device))
-    index = replicas - first
-    owned = (index >= 0) & (index < local)
-    mine = weight.index_select(0, index.clamp(0, local - 1))
-    mine = mine.masked_fill(~owned.view(-1, *[1] * (weight.dim() - 1)), 0)
-    # Each rank uses the sum for its own rows, so the gradient is summed over the ranks too.
-    return expert.copy(expert.reduce(mine))
+    def _replicated(self, weight: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
+        """[E / n, ...] to [K, ...]: the weights of the experts at these places, from their owners."""
+        expert, local = self.expert, weight.size(0)
+        first = per_rank(lambda rank: torch.tensor(expert.index(rank) * local, device=weight.device))
+        index = replicas - first
+        owned = (index >= 0) & (index < local)
+        mine = weight.index_select(0, index.clamp(0, local - 1))
+        mine = mine.masked_fill(~owned.view(-1, *[1] * (weight.dim() - 1)), 0)
+        # Each rank uses the sum for its own rows, so the gradient is summed over the ranks too.
+        return expert.copy(expert.reduce(mine))
 
 
 # Rows in another order, with backward passes that add nothing up in an order of chance.
@@ -200,12 +204,6 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 def _permute(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     return _moved(x, lambda x: x[order], lambda g: g[back])
-
-
-def _to_rows(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor, k: int) -> torch.Tensor:
-    """[T, h] to [T · k, h]: each token once for each of its experts, in `order`."""
-    tokens, features = x.size(0), x.size(1)
-    return _moved(x, lambda x: x[order // k], lambda g: g[back].view(tokens, k, features).sum(1))
 
 
 def _moved(

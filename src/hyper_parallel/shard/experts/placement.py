@@ -67,7 +67,8 @@ def place(loads: Sequence[float], current: Placement, ranks: int, limit: float) 
     is within `limit` times the mean. A function of the arguments alone, equal on every rank."""
     if heaviest(loads, current, ranks) <= limit:
         return current
-    hot = _hottest(loads, len(current.replicas))
+    by_load = sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert))
+    hot = tuple(sorted(by_load[: len(current.replicas)]))
     rest, shared = _split(loads, hot)
     mean = float(np.sum(loads)) / ranks
     # Halfway to the limit leaves room for loads that change.
@@ -88,11 +89,6 @@ def replicas_needed(loads: Sequence[float], ranks: int, limit: float, least: int
         if heaviest(loads, found, ranks) <= limit:
             return replicas
     return len(loads)
-
-
-def _hottest(loads: Sequence[float], count: int) -> tuple[int, ...]:
-    by_load = sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert))
-    return tuple(sorted(by_load[:count]))
 
 
 def _split(loads: Sequence[float], replicas: Sequence[int]) -> tuple[_Loads, float]:

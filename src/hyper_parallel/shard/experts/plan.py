@@ -20,6 +20,7 @@ from torch import nn
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.experts.placement import Placement
+from hyper_parallel.shard.model_structure import is_inside, owns_parameters
 from hyper_parallel.shard.plan.plan import ExpertsPlan, Intervals, PlanBuilder, Split
 from hyper_parallel.shard.rules import matching_or_refuse
 from hyper_parallel.strategy.strategy import ExpertBalance, RuleName
@@ -267,8 +268,7 @@ class _ExpertsPlanner:
 
     def _outside(self, block: str, experts: str) -> Iterator[tuple[str, nn.Module]]:
         for path, module in self.draft.names[block].named_modules(prefix=block):
-            owns = any(p is not None for p in module._parameters.values())
-            if owns and path != experts and not path.startswith(f"{experts}."):
+            if owns_parameters(module) and not is_inside(path, experts):
                 yield path, module
 
 

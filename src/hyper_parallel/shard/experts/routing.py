@@ -20,7 +20,7 @@ from hyper_parallel.compat.local_tensor import per_rank
 from hyper_parallel.compat.memory import present
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.step_context import current_step
-from hyper_parallel.layout.layout import Layout, elements_moved
+from hyper_parallel.layout.layout import elements_moved
 from hyper_parallel.shard.experts import dispatch
 from hyper_parallel.shard.experts.dispatch import count
 from hyper_parallel.shard.experts.placement import Placement, Places, add_places, heaviest, set_places
@@ -116,11 +116,10 @@ def loads(handle: ShardedModel) -> torch.Tensor:
         for name, e in _counted(routing).items()
     }
     told = torch.cat([routing.counts.get(name, zero) for name, zero in zeros.items()]).float()
-    return (
-        told
-        if routing.own_tokens
-        else told
-        * per_rank(lambda rank: torch.tensor(handle.axes.speaks(LOSS_AXES, rank), device=handle.device))
+    if routing.own_tokens:
+        return told
+    return told * per_rank(
+        lambda rank: torch.tensor(handle.axes.speaks(LOSS_AXES, rank), device=handle.device)
     )
 
 
@@ -317,14 +316,10 @@ def move_experts(
             for parameter in filter(None, map(named.get, map(id, module._parameters.values()))):
                 source, target = parameter.layout, parameter.planned.ordered(0, placement.order)
                 for local in (parameter.local, *state.get(parameter.name, ())):
-                    moved += _move(local, source, target)
+                    with present(local, changed=True):
+                        local.copy_(reshard(local, source, target))
+                    moved += elements_moved(source, target) * local.element_size()
                 handle.orders[parameter.name] = placement.order
         routing.placements[name] = placement
         set_places(module, placement)
     return moved
-
-
-def _move(local: torch.Tensor, source: Layout, target: Layout) -> int:
-    with present(local, changed=True):
-        local.copy_(reshard(local, source, target))
-    return elements_moved(source, target) * local.element_size()

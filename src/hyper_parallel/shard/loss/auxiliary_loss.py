@@ -26,11 +26,10 @@ from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.experts.dispatch import count
 from hyper_parallel.shard.experts.routing import around_layers, has_own_tokens
-from hyper_parallel.shard.hooks import Forward, wrap
-from hyper_parallel.shard.lora_adapters import base_of, without_adapters
-from hyper_parallel.shard.model_structure import dim_of_features, text_config
+from hyper_parallel.shard.hooks import Forward, StandIn, wrap
+from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.model_structure import features_of, is_transformers, text_config
 from hyper_parallel.shard.plan.plan import Plan
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ShardedModel
 
 log = logging.getLogger(__name__)
@@ -111,14 +110,11 @@ class _BalancingStandIn:
 def _probed(core: Any, router_logits: bool) -> OwnTerms:
     forward = inspect.unwrap(type(core).forward)
     balancing, head = _BalancingStandIn(), core.get_output_embeddings()
-    linear: Any = base_of(head)
-    features, vocabulary = (
-        int(linear.weight.shape[dim_of_features(linear, output=out)]) for out in (False, True)
-    )
+    features, vocabulary = (features_of(head, output) for output in (False, True))
     logits = torch.zeros(1, 2, vocabulary, requires_grad=True)
     probe = copy.copy(core)
-    stand_ins = {core.base_model_prefix: _Fixed(_BaseOutput(torch.zeros(1, 2, features)))}
-    stand_ins |= {name: _Fixed(logits * 1) for name, module in core.named_children() if module is head}
+    stand_ins = {core.base_model_prefix: StandIn(_BaseOutput(torch.zeros(1, 2, features)))}
+    stand_ins |= {name: StandIn(logits * 1) for name, module in core.named_children() if module is head}
     probe.__dict__["_modules"] = {**core._modules, **stand_ins}
     probe.__dict__["_loss_function"] = lambda *_, **__: torch.zeros(())
     run = FunctionType(
@@ -153,17 +149,6 @@ class _NoCrossEntropy(TorchFunctionMode):
         if function is torch.nn.functional.cross_entropy:
             return torch.zeros(())
         return function(*args, **(kwargs or {}))
-
-
-class _Fixed(nn.Module):
-    """Returns the same, whatever it is given."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
 
 
 class _BaseOutput:

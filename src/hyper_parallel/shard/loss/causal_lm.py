@@ -10,6 +10,7 @@ documents leave ranks with different numbers of valid tokens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,9 +34,8 @@ from hyper_parallel.shard.loss.cross_entropy import (
     split_logits,
 )
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.model_structure import dim_of_features
+from hyper_parallel.shard.model_structure import features_of, is_transformers
 from hyper_parallel.shard.plan.plan import Plan
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.sharded_model import LOSS_AXES, sharded
 
 
@@ -123,8 +123,7 @@ class LossRoot:
     ) -> None:
         self._model, self._base, self._head, self._axis = model, base, head, vocabulary
         self._layers, self._chunks, self._cut, self._of_logits = layers, chunks, cut, of_logits
-        linear = base_of(head)
-        self._size = int(linear.weight.shape[dim_of_features(linear, output=True)])  # type: ignore[index, union-attr]
+        self._size = features_of(head, output=True)
         self._request: Request | None = None
         self._inputs: tuple[Tensor, ...] = ()
         """The objective's, [N] each, of this rank's positions."""
@@ -149,26 +148,27 @@ class LossRoot:
 
     def around_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """The wrapper of the root."""
-        if self._request is None:
+        request = self._request
+        if request is None:
             return forward(*args, **kwargs)
-        cut = self._cut or _same
-        labels_N = cut(self._request.labels).flatten()
-        objective = self._request.objective
+        cut = self._cut or (lambda x: x)
+        labels_N, objective = cut(request.labels).flatten(), request.objective
         self._inputs = () if objective is None else tuple(cut(one).flatten() for one in objective.inputs)
         # A term of the logits is the model's own code, which takes them whole.
         self._adds = self._of_logits and objective is None and torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
             if self._split is not None:
                 stack.enter_context(split_logits(self._head))
-            chunk = self._chunk(self._request.options, labels_N.size(0))
+            chunk = self._chunk(request.options, labels_N.size(0))
+            call_model = functools.partial(forward, *args, **kwargs)
             if chunk is None:
-                loss = self._at_once(lambda **labels: forward(*args, **kwargs, **labels), labels_N)
+                loss = self._at_once(request, call_model, labels_N)
             else:
-                loss = self._in_chunks(lambda **labels: forward(*args, **kwargs, **labels), labels_N, chunk)
+                loss = self._in_chunks(request, call_model, labels_N, chunk)
         handle = sharded(self._model)
         if handle.balancing is None or not torch.is_grad_enabled():
             return loss
-        return loss + auxiliary_loss(handle) / self._request.micro_batches
+        return loss + auxiliary_loss(handle) / request.micro_batches
 
     @property
     def _split(self) -> Axis | None:
@@ -193,10 +193,8 @@ class LossRoot:
             chunk = 1 << max(CHUNK_LOGITS // local, 1).bit_length() - 1
         return chunk if chunk < positions else None
 
-    def _loss(self, logits: Tensor, labels_N: Tensor, start: int, stop: int) -> Tensor:
+    def _loss(self, request: Request, logits: Tensor, labels_N: Tensor, start: int, stop: int) -> Tensor:
         """Of the positions from `start` to `stop` - 1, whose logits these are."""
-        request = self._request
-        assert request is not None
         if request.objective is not None:
             temperature = request.objective.temperature
             logprobs_N = log_probabilities(
@@ -216,23 +214,18 @@ class LossRoot:
         )
         return total / request.tokens
 
-    def _with_own_term(self, output: Any, loss: Tensor, share: float) -> Tensor:
+    def _with_own_term(self, request: Request, output: Any, loss: Tensor, share: float) -> Tensor:
         """`loss` and the model's own term of the logits in `output`, which are this share of this rank's positions."""
         if not self._adds:
             return loss
-        request, mesh = self._request, sharded(self._model).mesh
-        assert request is not None
+        mesh = sharded(self._model).mesh
         parts = request.micro_batches * math.prod(mesh.size(axis) for axis in LOSS_AXES)
         term: Tensor = output.loss
         return loss + term.float() * (share / parts)
 
-    def _labels(self, positions: tuple[int, int]) -> dict[str, Tensor]:
+    def _labels(self, request: Request, positions: tuple[int, int]) -> dict[str, Tensor]:
         """The labels with which the model adds its own term; what they say goes into no cross-entropy."""
-        if not self._adds:
-            return {}
-        request = self._request
-        assert request is not None
-        return {"labels": request.labels.new_zeros(positions)}
+        return {"labels": request.labels.new_zeros(positions)} if self._adds else {}
 
     @contextlib.contextmanager
     def _without_cross_entropy(self) -> Iterator[None]:
@@ -248,15 +241,17 @@ class LossRoot:
         finally:
             core.loss_function = before
 
-    def _at_once(self, forward: Callable[..., Any], labels_N: Tensor) -> Tensor:
-        request, count = self._request, labels_N.size(0)
-        assert request is not None
+    def _at_once(self, request: Request, forward: Callable[..., Any], labels_N: Tensor) -> Tensor:
+        rows, count = request.labels.size(0), labels_N.size(0)
         with self._without_cross_entropy():
-            output = forward(**self._labels((request.labels.size(0), count // request.labels.size(0))))
+            output = forward(**self._labels(request, (rows, count // rows)))
         with phase("loss"):
-            return self._with_own_term(output, self._loss(logits_in(output), labels_N, 0, count), 1.0)
+            loss = self._loss(request, logits_in(output), labels_N, 0, count)
+            return self._with_own_term(request, output, loss, 1.0)
 
-    def _in_chunks(self, forward: Callable[..., Any], labels_N: Tensor, chunk: int) -> Tensor:
+    def _in_chunks(
+        self, request: Request, forward: Callable[..., Any], labels_N: Tensor, chunk: int
+    ) -> Tensor:
         try:
             # This pass needs no logits, so the head computes one position only.
             self._instead = lambda output: _with_hidden(output, _hidden(output)[:1, :1])
@@ -270,9 +265,9 @@ class LossRoot:
             def loss(hidden_1CH: Tensor, start: int, stop: int) -> Tensor:
                 self._instead = lambda output: _with_hidden(output, hidden_1CH)
                 with self._without_cross_entropy():
-                    output = forward(**self._labels((1, stop - start)))
-                part = self._loss(logits_in(output), labels_N, start, stop)
-                return self._with_own_term(output, part, (stop - start) / labels_N.size(0))
+                    output = forward(**self._labels(request, (1, stop - start)))
+                part = self._loss(request, logits_in(output), labels_N, start, stop)
+                return self._with_own_term(request, output, part, (stop - start) / labels_N.size(0))
 
             with phase("loss"):
                 return chunked_sum(loss, _hidden(self._output).flatten(0, 1), self._weights(), chunk)
@@ -300,8 +295,8 @@ def apply_loss(
 
     Call it before `apply_access`, whose wrapper then encloses this one, so that the loss reads the parameters that the
     modules compute with. `cut` selects this rank's positions from labels [B, S] of whole rows. `terms`: what the
-    model's own loss adds. A head with another
-    compute dtype than the model, or with dropout, computes all positions at once.
+    model's own loss adds. A head with another compute dtype than the model, or with dropout, computes all positions at
+    once.
     """
     if not is_transformers(model):
         return
@@ -336,10 +331,6 @@ def root_of(model: nn.Module) -> LossRoot | None:
     root = model.__dict__.get(_ATTRIBUTE)
     assert root is None or isinstance(root, LossRoot)
     return root
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _hidden(output: Any) -> Tensor:

@@ -30,7 +30,14 @@ from hyper_parallel.shard.owner_check.comparisons import (
 )
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check import result_cache
-from hyper_parallel.shard.region_check.check import SKIP, agreed_verdict, checks, quiet, vocabulary_of
+from hyper_parallel.shard.region_check.check import (
+    SKIP,
+    agreed_verdict,
+    checks,
+    copy_modes,
+    quiet,
+    vocabulary_of,
+)
 from hyper_parallel.shard.region_check.outcome import TOLERANCE, Outcome, SeenCall, Spread
 from hyper_parallel.shard.region_check.reduced_model import reduce
 from hyper_parallel.shard.sharded_model import ROW_AXES
@@ -203,9 +210,7 @@ def compare_rows(original: nn.Module, call: SeenCall, count: int | None) -> Comp
     with quiet():
         for small in reduce(original, make_plan(original, ALONE), ALONE):
             template = without_dropout(small.model)
-            modes = {name: module.training for name, module in original.named_modules()}
-            for name, module in template.named_modules():
-                module.training = modes.get(name, module.training)
+            copy_modes(original, template)
             values = copy.deepcopy(template)
             found = decided(
                 lambda precise, template=template: _outcomes(  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,20 +17,17 @@ from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.shard.forward import call, first_position
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, logits_of
 from hyper_parallel.shard.loss.auxiliary_loss import asks_for_router_logits
-from hyper_parallel.shard.model_structure import text_config
+from hyper_parallel.shard.model_structure import configs_of, is_transformers, text_config
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check.check import quiet, vocabulary_of
 from hyper_parallel.shard.region_check.outcome import (
-    COARSE,
     FIRST_ID,
-    PRECISE,
-    TOLERANCE,
     Outcome,
     Spread,
-    worst,
+    in_one_line,
+    mismatch,
 )
 from hyper_parallel.shard.region_check.reduced_model import reduce
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.sharded_model import sharded
 from hyper_parallel.strategy import Strategy
 
@@ -92,13 +90,8 @@ class OwnerReport:
         return all(one.right for one in self.comparisons.values())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able; `from_json` is the inverse."""
+        """JSON-able."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> OwnerReport:
-        """The inverse of `to_json`."""
-        return cls({kind: Comparison(**one) for kind, one in data["comparisons"].items()}, data["copy"])
 
 
 def compare(
@@ -130,7 +123,7 @@ def compare(
                     subject.logits([0], LENGTH)
                 # A copy may have sizes that the model's own code cannot do.
                 except Exception as error:
-                    reason = f"a copy of it does not run: {_line(error)}"
+                    reason = f"a copy of it does not run: {in_one_line(error)}"
                     continue
                 found = {kind: _COMPARISONS[kind](subject) for kind in kinds}
                 return OwnerReport(found, f"{small.layers} layers, widths divided by {small.factor}")
@@ -179,18 +172,11 @@ def _logits(model: nn.Module, ids: Tensor, positions: Tensor | None) -> Tensor:
 
 def without_dropout(model: nn.Module) -> nn.Module:
     """The model with every rate of dropout at 0: what two passes drop is no difference between them."""
-    holders: list[Any] = [*model.modules()]
-    pending = [c for module in model.modules() if (c := getattr(module, "config", None)) is not None]
-    seen: set[int] = set()
-    while pending:
-        config = pending.pop()
-        if hasattr(config, "__dict__") and id(config) not in seen:
-            seen.add(id(config))
-            holders.append(config)
-            pending += [value for key, value in vars(config).items() if key.endswith("config")]
-    for holder in holders:
-        rates = {key: 0.0 for key, value in vars(holder).items() if _is_rate(holder, key, value)}
-        vars(holder).update(rates)
+    for holder in (*model.modules(), *configs_of(model)):
+        for key, value in vars(holder).items():
+            named = "drop" in key or "jitter" in key or (key == "p" and "Dropout" in type(holder).__name__)
+            if named and isinstance(value, float):
+                vars(holder)[key] = 0.0
     return model
 
 
@@ -201,11 +187,6 @@ def with_few_keys(model: nn.Module) -> nn.Module:
         if isinstance(keys, int):
             vars(module).update(index_topk=min(keys, KEYS))
     return model
-
-
-def _is_rate(holder: Any, key: str, value: Any) -> bool:
-    named = "drop" in key or "jitter" in key or (key == "p" and "Dropout" in type(holder).__name__)
-    return named and isinstance(value, float)
 
 
 def _loss(subject: _Subject) -> Comparison:
@@ -240,7 +221,8 @@ def _losses(
     next_token[:, -1] = IGNORED
     owner = subject.copied(precise=precise)
     # As its user calls it: it numbers positions itself.
-    output = call(owner, ids, None, labels=next_token if shifted else labels, **_asked_for(owner))
+    asked = {"output_router_logits": True} if asks_for_router_logits(owner) else {}
+    output = call(owner, ids, None, labels=next_token if shifted else labels, **asked)
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise _NoOwner("its forward pass takes labels and returns no loss")
@@ -255,11 +237,6 @@ def _losses(
 
 class _NoOwner(Exception):
     """The model has no loss of its own to compare with."""
-
-
-def _asked_for(model: nn.Module) -> dict[str, bool]:
-    """What the owner's forward pass is asked for when its config asks for it in the section of the language model."""
-    return {"output_router_logits": True} if asks_for_router_logits(model) else {}
 
 
 def _outcome(model: nn.Module, loss: Tensor) -> Outcome:
@@ -362,29 +339,20 @@ def _of_logits(logits: dict[str, Tensor]) -> Outcome:
 
 
 def decided(both: Callable[[bool], tuple[Outcome, Outcome]]) -> Comparison:
-    """Whether two outcomes are equal: float32 first; where it differs by more than `TOLERANCE`, float64 decides."""
+    """Whether two outcomes are equal, as `mismatch` decides."""
+
+    def outcomes(precise: bool) -> tuple[Outcome, Outcome]:
+        with float64() if precise else contextlib.nullcontext():
+            return both(precise)
+
     try:
-        found = worst(*both(False))
-        if found.error <= TOLERANCE:
-            return Comparison("right")
-    except _NoOwner as reason:
+        found = mismatch(outcomes)
+    except (_NoOwner, HyperParallelError) as reason:
         return Comparison("not applicable", str(reason))
-    except HyperParallelError as refusal:
-        return Comparison("not applicable", str(refusal))
     # Whatever the model's own code raises.
     except Exception as error:
-        return Comparison("not applicable", _line(error))
-    try:
-        with float64():
-            precise = worst(*both(True))
-    # Kernels that know no float64.
-    except (RuntimeError, TypeError, ValueError):
-        return Comparison("right") if found.error <= COARSE else Comparison("differs", str(found))
-    return Comparison("right") if precise.error <= PRECISE else Comparison("differs", str(precise))
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Comparison("not applicable", in_one_line(error))
+    return Comparison("right") if found is None else Comparison("differs", str(found))
 
 
 _COMPARISONS: dict[Kind, Callable[[_Subject], Comparison]] = {

@@ -21,22 +21,25 @@ from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.context.gather_positions import plan_gathered
 from hyper_parallel.shard.context.plan import plan_context, with_context_folds
 from hyper_parallel.shard.experts.plan import plan_experts
+from hyper_parallel.shard.hooks import StandIn
 from hyper_parallel.shard.lora_adapters import (
     adapted_layers,
-    base_of,
     refuse_other_adapters,
     without_adapters,
 )
 from hyper_parallel.shard.model_structure import (
     Heads,
-    dim_of_features,
+    features_of,
     fused_parts,
+    has_encoder,
     heads_of,
-    is_conv1d,
+    is_called_attention,
+    is_norm,
+    is_projection,
+    is_transformers,
     layers_of,
 )
 from hyper_parallel.shard.plan.plan import Plan, PlanBuilder
-from hyper_parallel.shard.rules import has_encoder, is_transformers
 from hyper_parallel.shard.tensor.factorization import with_digits
 from hyper_parallel.shard.tensor.norm import width_of
 from hyper_parallel.shard.tensor.plan_1d import plan_tensor
@@ -107,7 +110,6 @@ log = logging.getLogger(__name__)
 
 _BETWEEN = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm|\w*sub_?norm")
 """Norms that are named after what lies between projections, not after the module that they stand before."""
-_ATTENDS = re.compile("attention|attn", re.IGNORECASE)
 _FEATURES, _ROWS = 16, 64
 
 
@@ -180,7 +182,7 @@ def _settle(draft: PlanBuilder, parent: str) -> str | None:
     sums = [name for name, rule in _projections(draft, parent) if rule == "rowwise"]
     if len(sums) > 1:
         return f"{' and '.join(sums)} both sum features again"
-    if heads is None and _ATTENDS.search(type(module).__name__):
+    if heads is None and is_called_attention(module):
         return "its heads are not recognised (known by a number head_dim on the module)"
     if heads is not None:
         strange = _strange_projection(draft, parent, heads)
@@ -198,7 +200,7 @@ def _rule_between(draft: PlanBuilder, parent: str, child: str, leaf: nn.Module, 
     if heads is None and child != parent and all(p.numel() == 1 for p in own):
         return "shared"  # an activation function with numbers to learn
     width = width_of(leaf)
-    if width is None or "norm" not in type(leaf).__name__.lower() or not _BETWEEN.fullmatch(last):
+    if width is None or not is_norm(leaf) or not _BETWEEN.fullmatch(last):
         return None
     if heads is not None and width == heads.size:
         return "shared"
@@ -209,7 +211,9 @@ def _rule_between(draft: PlanBuilder, parent: str, child: str, leaf: nn.Module, 
         even = width == query or (width == pairs and heads.kv % size == 0)
         return "norm" if even else None
     between = {
-        _features(draft, name, False) for name, rule in _projections(draft, parent) if rule == "rowwise"
+        features_of(draft.names[name], output=False)
+        for name, rule in _projections(draft, parent)
+        if rule == "rowwise"
     }
     return "norm" if between == {width} else None
 
@@ -217,7 +221,7 @@ def _rule_between(draft: PlanBuilder, parent: str, child: str, leaf: nn.Module, 
 def _strange_projection(draft: PlanBuilder, parent: str, heads: Heads) -> str | None:
     """Why the projections of an attention are not those of its heads."""
     for name, rule in _projections(draft, parent):
-        features = _features(draft, name, rule == "colwise")
+        features = features_of(draft.names[name], output=rule == "colwise")
         parts = fused_parts(name, features, draft.names[parent], heads) if rule == "colwise" else (features,)
         by_interface = getattr(without_adapters(draft.model), "_supports_attention_backend", False)
         if len(parts) > 1 and not by_interface:
@@ -238,31 +242,8 @@ def _projections(draft: PlanBuilder, parent: str) -> list[tuple[str, str]]:
         for name, rule in draft.rules.items()
         if name.rpartition(".")[0] == parent
         and rule in ("colwise", "rowwise")
-        and _is_projection(draft.names[name])
+        and is_projection(draft.names[name])
     ]
-
-
-def _is_projection(module: nn.Module) -> bool:
-    return isinstance(base_of(module), nn.Linear) or is_conv1d(base_of(module))
-
-
-def _features(draft: PlanBuilder, name: str, output: bool) -> int:
-    base = base_of(draft.names[name])
-    weight = base._parameters["weight"]
-    assert weight is not None
-    return int(weight.shape[dim_of_features(base, output)])
-
-
-class _Given(nn.Module):
-    """Stands for a projection: returns what it was given to return, and keeps what it sees."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self.value, self.seen = value, None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = x  # type: ignore[assignment]
-        return self.value
 
 
 def _mixes(draft: PlanBuilder, parent: str) -> bool:
@@ -275,7 +256,7 @@ def _mixes(draft: PlanBuilder, parent: str) -> bool:
     if len(projections) != len([n for n in draft.rules if n.rpartition(".")[0] == parent]):
         return False
     parts = {
-        name: len(fused_parts(name, _features(draft, name, True), draft.names[parent], None))
+        name: len(fused_parts(name, features_of(draft.names[name], output=True), draft.names[parent], None))
         for name, rule in projections
         if rule == "colwise"
     }
@@ -309,10 +290,10 @@ def _mixes(draft: PlanBuilder, parent: str) -> bool:
 def _seen(module: nn.Module, parent: str, rowwise: str, given: dict[str, list[torch.Tensor]]) -> torch.Tensor:
     """What the last projection sees when the first ones return what is given."""
     kept, modes = dict(module._modules), {part: part.training for part in module.modules()}
-    stub = _Given(torch.zeros(1, _ROWS, _FEATURES))
+    stub = StandIn(torch.zeros(1, _ROWS, _FEATURES))
     try:
         for name, parts in given.items():
-            module._modules[name.removeprefix(f"{parent}.")] = _Given(torch.cat(parts, -1))
+            module._modules[name.removeprefix(f"{parent}.")] = StandIn(torch.cat(parts, -1))
         module._modules[rowwise.removeprefix(f"{parent}.")] = stub
         probe = copy.copy(module)
         probe._modules = dict(module._modules)
@@ -325,5 +306,5 @@ def _seen(module: nn.Module, parent: str, rowwise: str, given: dict[str, list[to
     finally:
         for part, mode in modes.items():  # the probe shares its children with the module
             part.training = mode
-    assert stub.seen is not None
-    return stub.seen
+    seen: torch.Tensor = stub.seen
+    return seen

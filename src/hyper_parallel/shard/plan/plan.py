@@ -16,7 +16,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
 from hyper_parallel.layout.mesh import Mesh
 from hyper_parallel.shard.context.plan import ContextPlan, multiple_over_context
-from hyper_parallel.shard.model_structure import Heads, text_config
+from hyper_parallel.shard.model_structure import Heads, is_inside, names_of_parameters, text_config
 from hyper_parallel.shard.rules import resolve
 from hyper_parallel.shard.tensor.factorization import Tensor2D
 from hyper_parallel.shard.tensor.norm import Formula
@@ -162,7 +162,7 @@ class PlanBuilder:
         self.config = text_config(model)
         self.names = dict(model.named_modules())
         # A tied parameter has one name in named_parameters; every owner's plan must agree on it.
-        self.known = {id(p): name for name, p in model.named_parameters()}
+        self.known = names_of_parameters(model)
         self.parameters = {
             name: ParameterPlan(name, Layout.replicated(mesh, tuple(p.shape)), mesh.storage)
             for name, p in model.named_parameters()
@@ -223,14 +223,14 @@ class PlanBuilder:
         the sequence was not split."""
         self.whole.append(name)
         for module, own in sorted(self.by_position):
-            if _is_in(module, name):
+            if is_inside(module, name):
                 self.set_again(module, own)
                 self.by_position.discard((module, own))
         for region in self.regions:
-            if _is_in(region, name):
+            if is_inside(region, name):
                 self.regions[region] = replace(self.regions[region], enters="copy", keeps=True)
         for child, plan in self.modules.items():
-            if _is_in(child, name):
+            if is_inside(child, name):
                 enters = "copy" if plan.enters == "gather" else plan.enters
                 leaves = "reduce" if plan.leaves == "reduce_split" else plan.leaves
                 self.modules[child] = replace(plan, enters=enters, leaves=leaves)
@@ -272,7 +272,3 @@ class PlanBuilder:
             self.tensor2d,
             self.context,
         )
-
-
-def _is_in(name: str, parent: str) -> bool:
-    return name == parent or name.startswith(f"{parent}.")

@@ -22,7 +22,7 @@ from hyper_parallel.compat.local_tensor import is_simulated
 from hyper_parallel.errors import FollowsError, HyperParallelError, SimulationError, StrategyError
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.lora_adapters import without_adapters
-from hyper_parallel.shard.model_structure import text_config
+from hyper_parallel.shard.model_structure import is_transformers, text_config
 from hyper_parallel.shard.plan import Plan
 from hyper_parallel.shard.region_check import diagnosis, result_cache
 from hyper_parallel.shard.region_check.diagnosis import unrepeatable
@@ -34,10 +34,10 @@ from hyper_parallel.shard.region_check.outcome import (
     Spread,
     TokenCall,
     compared,
+    in_one_line,
     run,
 )
 from hyper_parallel.shard.region_check.reduced_model import Reduced, reduce
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.shard.written_weights import WRITTEN_UNDER_TENSOR
 from hyper_parallel.strategy import Strategy, recomputes
 
@@ -131,7 +131,7 @@ def check_on_first_call(
                     original.get_submodule(owner)._buffers[own] = values[name].detach().cpu().clone()
             call = SeenCall.of(args, kwargs)
             _decided(original, strategy, plan, [call], spread, together)
-            _copy_modes(model, original)
+            copy_modes(model, original)
             also(original, call)
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -149,10 +149,10 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         before(args, kwargs)
 
 
-def _copy_modes(model: nn.Module, original: nn.Module) -> None:
-    """Give each module of the original the mode of the model's: statistics of the batch may be frozen by now."""
+def copy_modes(model: nn.Module, copy: nn.Module) -> None:
+    """Give each module of a copy the mode of the model's: statistics of the batch may be frozen."""
     modes = {name: module.training for name, module in model.named_modules()}
-    for name, module in original.named_modules():
+    for name, module in copy.named_modules():
         module.training = modes.get(name, module.training)
 
 
@@ -250,7 +250,7 @@ def _on_a_copy(
                 return str(refusal)
             # A copy may have sizes that the model's own code cannot do.
             except Exception as error:
-                why = f"a copy does not run on one device: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                why = f"a copy does not run on one device: {in_one_line(error)}"
                 continue
             drawn = unrepeatable(small.model, fitted, spread)
             if drawn is not None:
@@ -277,7 +277,7 @@ def _compared(small: Reduced, call: SampleCall, spread: Spread) -> str | Uncheck
     # The strategy's code, or the model's on a part of its tensors.
     except Exception as error:
         log.debug("the split copy does not run", exc_info=True)
-        wrong = f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        wrong = f"fails with {in_one_line(error)}"
     if wrong is None:
         return None
     what = wrong if isinstance(wrong, str) else f"gives other gradients than one device: {wrong}"

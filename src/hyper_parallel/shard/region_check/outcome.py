@@ -131,21 +131,36 @@ def worst(whole: Outcome, split: Outcome) -> Mismatch:
 def compared(template: nn.Module, strategy: Strategy, call: SampleCall, spread: Spread) -> Mismatch | None:
     """What is wrong under a strategy; None where it computes what one device computes.
 
-    float32 first; where it differs by more than `TOLERANCE`, float64 decides.
+    As `mismatch` decides.
     """
     alone = Strategy(check=False)
-    found = worst(run(template, alone, call, spread), run(template, strategy, call, spread))
+    return mismatch(
+        lambda precise: (
+            run(template, alone, call, spread, precise=precise),
+            run(template, strategy, call, spread, precise=precise),
+        )
+    )
+
+
+def mismatch(both: Callable[[bool], tuple[Outcome, Outcome]]) -> Mismatch | None:
+    """What differs between two outcomes, computed in float32 or, `both(True)`, float64; None where nothing does.
+
+    float32 first; where it differs by more than `TOLERANCE`, float64 decides.
+    """
+    found = worst(*both(False))
     if found.error <= TOLERANCE:
         return None
     try:
-        precise = worst(
-            run(template, alone, call, spread, precise=True),
-            run(template, strategy, call, spread, precise=True),
-        )
+        precise = worst(*both(True))
     # Kernels that know no float64.
     except (RuntimeError, TypeError, ValueError):
         return None if found.error <= COARSE else found
     return None if precise.error <= PRECISE else precise
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error of whatever code, for a message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextlib.contextmanager

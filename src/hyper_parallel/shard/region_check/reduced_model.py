@@ -21,16 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.likeness import kinds
 from hyper_parallel.shard.lora_adapters import is_adapted, without_adapters
-from hyper_parallel.shard.model_structure import computed_attributes, layers_of
+from hyper_parallel.shard.model_structure import copied, is_transformers, layers_of
 from hyper_parallel.shard.plan import Plan, make_plan
-from hyper_parallel.shard.rules import is_transformers, matching
+from hyper_parallel.shard.rules import matching
 from hyper_parallel.strategy import EXPERT_SPANS, Strategy
-from hyper_parallel.strategy.strategy import ExpertBalance
 
 SMALL = 4 << 20
 """Parameters of a copy that is run at its own widths."""
@@ -83,6 +82,10 @@ def reduced_strategies(strategy: Strategy) -> Iterator[Strategy]:
         axes["expert"] = experts
         if math.prod(axes.values()) // axes["expert"] > RANKS and (context, expert) != (2, 2):
             continue
+        # A copy has at least as many experts as ranks of the expert axis.
+        balance = strategy.expert_balance
+        if balance is not None:
+            balance = balance.model_copy(update={"replicas": min(balance.replicas, axes["expert"])})
         memory = {"gathered": strategy.memory.gathered, "recompute": strategy.memory.recompute}
         yield Strategy(
             axes=axes,
@@ -90,17 +93,10 @@ def reduced_strategies(strategy: Strategy) -> Iterator[Strategy]:
             sequence=strategy.sequence,
             rules=strategy.rules,
             expert_replicas=strategy.expert_replicas,
-            expert_balance=_with_few_replicas(strategy.expert_balance, axes["expert"]),
+            expert_balance=balance,
             memory=memory,
             check=False,
         )
-
-
-def _with_few_replicas(balance: ExpertBalance | None, experts: int) -> ExpertBalance | None:
-    """A copy has at least as many experts as ranks of the expert axis."""
-    if balance is None:
-        return None
-    return balance.model_copy(update={"replicas": min(balance.replicas, experts)})
 
 
 def reduce(model: nn.Module, plan: Plan, strategy: Strategy) -> Iterator[Reduced]:
@@ -254,29 +250,20 @@ def _from_module(model: nn.Module, prefix: int) -> nn.Module:
     # One layer may stand in several places.
     left_out -= {id(p) for layer in ([*found[1]][:prefix] if found else ()) for p in layer.parameters()}
     _refuse_large(p for p in model.parameters() if id(p) not in left_out)
-    known: dict[int, Any] = {id(x): x.detach().cpu().clone() for x in computed_attributes(model)}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            device = "meta" if id(parameter) in left_out else "cpu"
-            empty = torch.empty(parameter.shape, device=device, dtype=torch.float32)
-            known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-        for buffer in model.buffers():
-            value = (
-                torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().cpu().clone()
-            )
-            known[id(buffer)] = value
-    made = copy.deepcopy(model, known)
+
+    def empty(parameter: Tensor) -> Tensor:
+        device = "meta" if id(parameter) in left_out else "cpu"
+        return torch.empty(parameter.shape, device=device, dtype=torch.float32)
+
+    def on_host(x: Tensor) -> Tensor:
+        return torch.zeros_like(x, device="cpu") if x.is_meta else x.detach().cpu().clone()
+
+    made = copied(model, empty, on_host)
     if found and prefix and prefix < len(found[1]):
         layers = made.get_submodule(found[0])
         assert isinstance(layers, nn.ModuleList)
         del layers[prefix:]
     return made
-
-
-def copy_of_module(model: nn.Module) -> nn.Module:
-    """A copy of a module of the user's with all of its layers; its parameters are still to be filled."""
-    found = layers_of(model)
-    return _from_module(model, len(found[1]) if found else 0)
 
 
 def _refuse_large(parameters: Iterable[nn.Parameter]) -> None:

@@ -24,8 +24,8 @@ from torch import nn
 
 from hyper_parallel.graph.likeness import signature
 from hyper_parallel.shard.lora_adapters import without_adapters
+from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.region_check.outcome import SampleCall
-from hyper_parallel.shard.rules import is_transformers
 from hyper_parallel.strategy import Strategy
 
 _known: dict[str, str] = {}

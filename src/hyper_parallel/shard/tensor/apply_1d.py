@@ -21,11 +21,19 @@ from hyper_parallel.compat.local_tensor import each_rank, per_rank_int
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import chunk
 from hyper_parallel.shard.dropout import Stretch
-from hyper_parallel.shard.hooks import Forward, Wrapper, all_positions, change_input, change_output, wrap
+from hyper_parallel.shard.hooks import (
+    Forward,
+    Wrapper,
+    all_positions,
+    at_edges,
+    change_input,
+    change_output,
+    wrap,
+)
 from hyper_parallel.shard.lora_adapters import adapted_layers, base_of
 from hyper_parallel.shard.loss.cross_entropy import leaves_split
 from hyper_parallel.shard.mesh_axis import Axis
-from hyper_parallel.shard.model_structure import Heads, is_conv1d
+from hyper_parallel.shard.model_structure import Heads, features_of, is_conv1d, is_projection
 from hyper_parallel.shard.plan.plan import ModulePlan, Plan, Region
 from hyper_parallel.shard.tensor.norm import distributed_norm
 
@@ -80,10 +88,11 @@ def apply_edges(model: nn.Module, plan: Plan, tensor: Axis) -> None:
     is put around layers."""
     if plan.sequence and plan.tensor2d is None:
         assert plan.layers is not None
-        layers = model.get_submodule(plan.layers)
-        assert isinstance(layers, nn.ModuleList)
-        wrap(layers[0], change_input(lambda x: _split_sequence(x, tensor)))
-        wrap(layers[-1], change_output(lambda x: tensor.gather(x, SEQUENCE_DIM)))
+        at_edges(
+            model.get_submodule(plan.layers),
+            lambda x: _split_sequence(x, tensor),
+            lambda x: tensor.gather(x, SEQUENCE_DIM),
+        )
 
 
 def _gather_sequence(name: str, region: Region, tensor: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -172,25 +181,30 @@ def _module(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
 def _rowwise(module: nn.Module, plan: ModulePlan, tensor: Axis) -> None:
     """The partial products are summed first and the bias, which is whole, is added once after."""
     base = base_of(module)
-    has_bias = base._parameters.get("bias") is not None
-    # Conv1D's forward cannot do without a bias; nn.Linear's can.
-    needs_one = is_conv1d(base)
 
     def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        parameters, bias = base._parameters, None
-        if has_bias:
-            bias = parameters["bias"]
-            assert bias is not None
-            parameters["bias"] = torch.zeros_like(bias) if needs_one else None  # type: ignore[assignment]
-        try:
+        with bias_left_out(base) as bias:
             output = forward(*args, **kwargs)
-        finally:
-            if has_bias:
-                parameters["bias"] = bias
         output = tensor.reduce(output) if plan.leaves == "reduce" else tensor.reduce_split(output, POSITIONS)
         return output if bias is None else output + bias
 
     wrap(module, wrapper)
+
+
+@contextlib.contextmanager
+def bias_left_out(linear: nn.Module) -> Iterator[torch.Tensor | None]:
+    """Inside, a linear map adds no bias. Gives the bias; None where there is none."""
+    parameters: Any = linear._parameters
+    bias, weight = parameters.get("bias"), parameters["weight"]
+    if bias is None:
+        yield None
+        return
+    # Conv1D's forward cannot do without a bias; nn.Linear's can.
+    parameters["bias"] = torch.zeros_like(weight[0]) if is_conv1d(linear) else None
+    try:
+        yield bias
+    finally:
+        parameters["bias"] = bias
 
 
 def _vocabulary(module: nn.Embedding, tensor: Axis) -> None:
@@ -250,10 +264,6 @@ class _LocalConfig:
         return _LocalConfig(copy.deepcopy(self._config, memo), **local)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
-
-
 def _localise_heads(module: Any, heads: Heads, size: int) -> None:
     """Tell an attention module how many heads it has here."""
     query, kv = heads.query // size, max(heads.kv // size, 1)
@@ -267,9 +277,9 @@ def _localise_heads(module: Any, heads: Heads, size: int) -> None:
     if getattr(module, "kv_heads", None) == heads.kv:
         local["kv_heads"] = kv
     if any(
-        sum(heads.fused) in child._parameters["weight"].shape
+        sum(heads.fused) == features_of(child, output=True)
         for child in module.children()
-        if _is_linear(child)
+        if is_projection(child)
     ):
         # A fused projection's output is taken apart by lengths that the attention keeps.
         lengths = {heads.query * heads.size: query * heads.size, heads.kv * heads.size: kv * heads.size}

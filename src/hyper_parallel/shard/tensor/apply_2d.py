@@ -1,7 +1,7 @@
 """The 2D plan put into effect: wrappers around layers, their norms, regions and projections.
 
-Arithmetic is the model's own, on local weights; between, activations [batch, sequence, features] move by the table in
-`choose`.
+Arithmetic is the model's own, on local weights; between, activations [batch, sequence, features] move by the tables of
+docs/tensor2d.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from torch import nn
 from hyper_parallel.compat.local_tensor import per_rank_int
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.dropout import Stretch
-from hyper_parallel.shard.hooks import Forward, all_positions, change_input, change_output, wrap
+from hyper_parallel.shard.hooks import Forward, all_positions, at_edges, wrap
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.model_structure import dim_of_features, is_conv1d
 from hyper_parallel.shard.plan.plan import Plan
 from hyper_parallel.shard.process_mesh import ProcessMesh
-from hyper_parallel.shard.tensor.apply_1d import GatheredInput, _entering, _leaving, _localise_heads
+from hyper_parallel.shard.tensor.apply_1d import (
+    GatheredInput,
+    _entering,
+    _leaving,
+    _localise_heads,
+    bias_left_out,
+)
 from hyper_parallel.shard.tensor.factorization import FEATURES, SEQUENCE, Attention, Mlp, digit, part_of_x
 from hyper_parallel.shard.tensor.norm import distributed_norm
 
@@ -54,8 +60,13 @@ def apply_tensor_2d(model: nn.Module, plan: Plan, axes: ProcessMesh) -> dict[str
             if swapped
             else all_positions(lambda x: _whole(x, axes), lambda x: _split(x, axes)),
         )
+    # [T/y, h/x] to [T/(y·x), h] and back: what is inside sees what 1D with the sequence split sees.
+    x, last = axes["tensor_x"], FEATURES % 3
     for name in found.swapped:
-        _swapped(model.get_submodule(name), axes)
+        wrap(
+            model.get_submodule(name),
+            all_positions(lambda h: x.swap(h, SEQUENCE, last), lambda h: x.swap(h, last, SEQUENCE)),
+        )
     return stretches
 
 
@@ -65,10 +76,7 @@ def apply_edges_2d(model: nn.Module, plan: Plan, axes: ProcessMesh) -> None:
     if plan.tensor2d is None:
         return
     assert plan.layers is not None
-    layers = model.get_submodule(plan.layers)
-    assert isinstance(layers, nn.ModuleList)
-    wrap(layers[0], change_input(lambda x: _split(x, axes)))
-    wrap(layers[-1], change_output(lambda x: _whole(x, axes)))
+    at_edges(model.get_submodule(plan.layers), lambda x: _split(x, axes), lambda x: _whole(x, axes))
 
 
 def split_between(plan: Plan, axes: ProcessMesh, name: str) -> dict[int, Axis]:
@@ -102,13 +110,6 @@ def _whole(x: torch.Tensor, axes: ProcessMesh) -> torch.Tensor:
     return axes["tensor_y"].gather(axes["tensor_x"].gather(x, FEATURES), SEQUENCE)
 
 
-def _swapped(module: nn.Module, axes: ProcessMesh) -> None:
-    """[T/y, h/x] to [T/(y·x), h] and back: what is inside sees what 1D with the sequence split sees."""
-    x = axes["tensor_x"]
-    last = FEATURES % 3
-    wrap(module, all_positions(lambda h: x.swap(h, SEQUENCE, last), lambda h: x.swap(h, last, SEQUENCE)))
-
-
 def _attention(
     module: nn.Module, model: nn.Module, name: str, plan: Attention, whole: Plan, axes: ProcessMesh
 ) -> Stretch:
@@ -130,7 +131,8 @@ def _attention(
 
 def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: ProcessMesh) -> Stretch:
     mesh = whole.mesh
-    up, k, r = (axes[name] for name in plan.digits(mesh))
+    names = plan.axes(mesh)
+    up, k, r = (axes[name] for name in (names.hidden_in, names.k, names.r))
     y, beside = axes["tensor_y"], axes[part_of_x(mesh, mesh.size("tensor_x") // plan.factors.up, 1)]
 
     # Features before positions on the way in, after them on the way out: what is permuted is then the smaller tensor,
@@ -151,17 +153,8 @@ def _mlp(module: nn.Module, model: nn.Module, plan: Mlp, whole: Plan, axes: Proc
             model.get_submodule(child), child, whole, axes, given, lambda out: up.reduce_split(out, SEQUENCE)
         )
     rowwise = model.get_submodule(plan.rowwise)
-    _product(
-        rowwise,
-        plan.rowwise,
-        whole,
-        axes,
-        GatheredInput(),
-        leave,
-        between,
-        plan.keeps_between,
-    )
-    stretch = Stretch(dims={SEQUENCE: up, FEATURES: axes[plan.features(mesh)]})
+    _product(rowwise, plan.rowwise, whole, axes, GatheredInput(), leave, between, plan.keeps_between)
+    stretch = Stretch(dims={SEQUENCE: up, FEATURES: axes[names.features]})
     return _stretch(stretch, plan.between, [model.get_submodule(child) for child in plan.colwise], rowwise)
 
 
@@ -185,38 +178,24 @@ def _product(
 ) -> None:
     """Wrap a linear map: what it is given is gathered by `enter`, its product is summed and scattered by `leave`, and
     then the bias is added, which lies as the result does."""
-    has_bias = module._parameters.get("bias") is not None
-    conv = is_conv1d(module)
-    if conv:
+    if is_conv1d(module):
         layout = plan.parameters[f"{name}.weight"].computed
         dim = dim_of_features(module, output=True)
         module.__dict__["nf"] = per_rank_int(lambda r: layout.local_shape(axes.devices.coordinate(r))[dim])
 
     def wrapper(forward: Forward, x: torch.Tensor) -> Any:
-        parameters, bias = module._parameters, None
         if enter is not None:
             x = given.enter(x, enter, keeps)
-        if has_bias:
-            bias = parameters["bias"]
-            # Conv1D's forward cannot do without a bias; nn.Linear's can.
-            parameters["bias"] = torch.zeros_like(_row(parameters["weight"])) if conv else None  # type: ignore[assignment]
         try:
-            with given.saving():
+            with bias_left_out(module) as bias, given.saving():
                 output = forward(x)
         finally:
             if enter is not None:
                 given.leave()
-            if has_bias:
-                parameters["bias"] = bias
         output = leave(output)
         return output if bias is None else output + bias
 
     wrap(module, wrapper)
-
-
-def _row(weight: torch.Tensor | None) -> torch.Tensor:
-    assert weight is not None
-    return weight[0]
 
 
 # From products that are partial over tensor_x to whole heads, and back.

@@ -1,23 +1,19 @@
-"""Factorization of each matrix product over tensor_x and tensor_y by bytes moved, and the types of the 2D plan.
+"""Factorization of an MLP's products over tensor_x and tensor_y by bytes moved, and the types of the 2D plan.
 
 P = x · y ranks. The residual is [T/y, h/x] between blocks. A tensor of w features, spread over all ranks, is T·w/P
 elements on each; gathering it over n ranks, or summing and scattering over them, makes each receive (n − 1)·T·w/P.
-In units of T/P elements received by each device, forward, with H and K the features of all query and all key-value
-heads, e those between the projections of an MLP (m projections lead there: 2 with a gate, else 1):
+In units of T/P elements received by each device, forward, with e the features between the projections of an MLP (m
+projections lead there: 2 with a gate, else 1):
 
 | step | collective | cost |
 |---|---|---|
-| input of q, k, v | all-gather over y | (y − 1)·h |
-| q, k, v | reduce-scatter over x along heads | (x − 1)·(H + 2K), `shared_heads` where ranks share heads |
-| input of o | all-gather over x | (x − 1)·H |
-| output of o | reduce-scatter over y | (y − 1)·h |
 | input of gate, up | all-gather over y′ | (y′ − 1)·h |
 | gate, up | reduce-scatter over x′ | (x′ − 1)·m·e |
 | input of down | all-gather over x″ | (x″ − 1)·e |
 | output of down | reduce-scatter over y″ | (y″ − 1)·h |
 
-The backward pass costs the same, and the two gathers of a block once more where they are not kept. One axis over all
-P with the sequence split (arXiv 2205.05198) costs 2(P − 1)·h a block. x′ divides x″, which divides x: then the
+The backward pass costs the same, and the two gathers once more where they are not kept. The attention's factorisation
+is the declared one; docs/tensor2d.md has its costs. x′ divides x″, which divides x: then the
 residual stays as it is and the gathers go over y and the digits of x that x′ leaves.
 """
 
@@ -26,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hyper_parallel.layout.mesh import Fold, Mesh
 from hyper_parallel.shard.model_structure import Heads
@@ -37,13 +33,10 @@ Gathered = Literal["keep", "mlp", "again"]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of one layer, in features: h, H, K, one head, e, and how many projections lead to e."""
+class MlpShape:
+    """Of one MLP: h and e in features, and how many projections lead to e."""
 
     hidden: int
-    query: int
-    kv: int
-    head: int
     between: int
     leading: int = 2
 
@@ -61,22 +54,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def shared_heads(shape: Shape, x: int, y: int) -> Fraction:
-    """Cost of k and v together, in T/P elements: summed over x, then put together by the ranks that share a head."""
-    here = max(shape.kv // shape.head // y, 1)
-    sharing = x // here if x > here else 1
-    together = Fraction(sharing - 1, sharing) * shape.head * x * y
-    return 2 * ((x - 1) * y * here * shape.head + together)
-
-
-def attention_cost(shape: Shape, x: int, y: int, gathered: Gathered = "keep") -> Fraction:
-    """Elements that each device receives for one attention, forward and backward, in units of T/P."""
-    gathers = Fraction((y - 1) * shape.hidden + (x - 1) * shape.query)
-    scatters = (x - 1) * shape.query + shared_heads(shape, x, y) + (y - 1) * shape.hidden
-    return 2 * (gathers + scatters) + (0 if gathered == "keep" else gathers)
-
-
-def mlp_cost(shape: Shape, x: int, y: int, factors: MlpFactors, gathered: Gathered = "keep") -> Fraction:
+def mlp_cost(shape: MlpShape, x: int, y: int, factors: MlpFactors, gathered: Gathered = "keep") -> Fraction:
     """Elements that each device receives for one MLP, forward and backward, in units of T/P."""
     ranks, e = x * y, shape.between
     gather_in = Fraction((ranks // factors.up - 1) * shape.hidden)
@@ -86,12 +64,6 @@ def mlp_cost(shape: Shape, x: int, y: int, factors: MlpFactors, gathered: Gather
     return 2 * (gather_in + gather_between + scatters) + again
 
 
-def one_axis_cost(shape: Shape, ranks: int, gathered: Gathered = "keep") -> Fraction:
-    """What one block (attention or MLP) costs with all ranks on one axis and the sequence split."""
-    times = 4 if gathered == "keep" else 5
-    return Fraction(times * (ranks - 1) * shape.hidden)
-
-
 def choose_mlp(
     hidden: int, between: int, leading: int, x: int, y: int, gathered: Gathered = "keep"
 ) -> MlpFactors:
@@ -99,7 +71,7 @@ def choose_mlp(
 
     A factor other than 1 splits features further, so it must divide them; with x′ = x″ = 1 anything goes.
     """
-    shape = Shape(hidden, 0, 0, 1, between, leading)
+    shape = MlpShape(hidden, between, leading)
     return min(
         (
             MlpFactors(up, down)
@@ -109,22 +81,6 @@ def choose_mlp(
         ),
         key=lambda factors: (mlp_cost(shape, x, y, factors, gathered), factors.down, factors.up),
     )
-
-
-def choose_attention(shape: Shape, ranks: int, gathered: Gathered = "keep") -> tuple[int, int]:
-    """(x, y) whose layer is cheapest, each MLP product with its own factors: what to declare for `ranks`.
-
-    y is at most the number of key-value heads, so that no head is split over it.
-    """
-
-    def cost(x: int) -> tuple[Fraction, int]:
-        y = ranks // x
-        mlp = choose_mlp(shape.hidden, shape.between, shape.leading, x, y, gathered)
-        return attention_cost(shape, x, y, gathered) + mlp_cost(shape, x, y, mlp, gathered), x
-
-    heads = shape.kv // shape.head
-    x = min((x for x in divisors(ranks) if ranks // x <= heads and heads % (ranks // x) == 0), key=cost)
-    return x, ranks // x
 
 
 SEQUENCE, FEATURES = 1, -1
@@ -172,6 +128,21 @@ class Attention:
     """Gathered inputs are kept for the backward pass."""
 
 
+class MlpAxes(NamedTuple):
+    """Names of the axes and folds that an MLP is split over; those of size 1 name nothing."""
+
+    hidden_in: str
+    """x′: the input features of the first weights."""
+    k: str
+    r: str
+    features: str
+    """y′: the features between."""
+    features_in: str
+    """y″: the input features of the last weight."""
+    hidden_out: str
+    """x″: the output features of the last weight."""
+
+
 @dataclass(frozen=True)
 class Mlp:
     """An MLP: its first products on (x′, y′), the last on (x″, y″). tensor_x has the digits x′, k, r, outer to inner,
@@ -187,34 +158,19 @@ class Mlp:
     keeps_between: bool
     """So is that of the last."""
 
-    def digits(self, mesh: Mesh) -> tuple[str, str, str]:
-        """Names of x′, k and r; those of size 1 name nothing."""
-        x = mesh.size("tensor_x")
-        k = self.factors.down // self.factors.up
-        r = x // self.factors.down
-        return (
-            part_of_x(mesh, self.factors.up, k * r),
-            part_of_x(mesh, k, r),
-            part_of_x(mesh, r, 1),
+    def axes(self, mesh: Mesh) -> MlpAxes:
+        """The axes that split its weights and activations."""
+        up, down = self.factors.up, self.factors.down
+        rest = mesh.size("tensor_x") // down
+        k, r = part_of_x(mesh, down // up, rest), part_of_x(mesh, rest, 1)
+        return MlpAxes(
+            hidden_in=part_of_x(mesh, up, mesh.size("tensor_x") // up),
+            k=k,
+            r=r,
+            features=mesh.joint("tensor_y", r, k),
+            features_in=mesh.joint("tensor_y", r),
+            hidden_out=part_of_x(mesh, down, rest),
         )
-
-    def hidden_in(self, mesh: Mesh) -> str:
-        """What splits the input features of the first weights: x′."""
-        return self.digits(mesh)[0]
-
-    def features(self, mesh: Mesh) -> str:
-        """What splits the features between: y′."""
-        _, k, r = self.digits(mesh)
-        return mesh.joint("tensor_y", r, k)
-
-    def features_in(self, mesh: Mesh) -> str:
-        """What splits the input features of the last weight: y″."""
-        _, _, r = self.digits(mesh)
-        return mesh.joint("tensor_y", r)
-
-    def hidden_out(self, mesh: Mesh) -> str:
-        """What splits the output features of the last weight: x″."""
-        return part_of_x(mesh, self.factors.down, mesh.size("tensor_x") // self.factors.down)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,21 @@ from hyper_parallel.shard.lora_adapters import adapters_of, base_of, is_adapted
 from hyper_parallel.shard.model_structure import (
     Heads,
     dim_of_features,
+    features_of,
     fused_parts,
+    has_encoder,
     heads_in_encoder,
     heads_of,
     is_by_head,
-    is_conv1d,
+    is_inside,
+    is_norm,
+    is_projection,
+    is_transformers,
     layers_or_refuse,
-    parameter_of,
+    owns_parameters,
 )
 from hyper_parallel.shard.plan.plan import Intervals, ModulePlan, PlanBuilder, Region
-from hyper_parallel.shard.rules import has_encoder, is_transformers, pairs_of
+from hyper_parallel.shard.rules import pairs_of
 from hyper_parallel.shard.tensor.norm import formula_of, width_of
 from hyper_parallel.strategy.strategy import RuleName
 
@@ -166,7 +171,7 @@ class _TensorPlanner:
                     continue
                 if isinstance(leaf, nn.Embedding) and leaf.embedding_dim == heads.query:
                     self._set(child, "weight", split=[(1, self.axis, None)])
-                elif any(p is not None for p in leaf._parameters.values()):
+                elif owns_parameters(leaf):
                     self._refuse_between(child, leaf)
         for name, rule in self.rules.items():
             if rule == "rowwise":
@@ -177,11 +182,7 @@ class _TensorPlanner:
 
     def _check_between(self, layer: str, rowwise: str) -> None:
         """Refuse weights of a module that lie between projections: those of as many features as are there."""
-        base = base_of(self.names[rowwise])
-        features, hidden = (
-            int(parameter_of(base, "weight").shape[dim_of_features(base, output=output)])
-            for output in (False, True)
-        )
+        features, hidden = (features_of(self.names[rowwise], output) for output in (False, True))
         for child, leaf in self.names[layer].named_children():
             widths = {int(p.shape[-1]) for p in leaf._parameters.values() if p is not None and p.dim() == 1}
             if features != hidden and features in widths and self._rule_of(f"{layer}.{child}") is None:
@@ -215,7 +216,7 @@ class _TensorPlanner:
         if rule == "norm":
             self._norm(name, module)
             return
-        if not (isinstance(base_of(module), nn.Linear) or is_conv1d(base_of(module))):
+        if not is_projection(module):
             raise StrategyError(
                 f"{name!r} is a {type(module).__name__}; the rule {rule!r} splits nn.Linear and Conv1D only"
             )
@@ -254,9 +255,7 @@ class _TensorPlanner:
     def _colwise(self, name: str, module: nn.Module, rule: RuleName) -> None:
         parent = name.rpartition(".")[0]
         region = self.draft.regions.get(parent)
-        base = base_of(module)
-        dim = dim_of_features(base, output=True)
-        features = int(parameter_of(base, "weight").shape[dim])
+        dim, features = dim_of_features(base_of(module), output=True), features_of(module, output=True)
         inside = region is not None and rule == "colwise"
         heads = region.heads if region is not None and inside else None
         loose = self.sequence and rule == "colwise" and parent.rpartition(".")[0] == self.draft.layers
@@ -340,7 +339,7 @@ class _TensorPlanner:
         self.draft.modules[name] = ModulePlan(
             "rowwise",
             leaves="reduce_split" if self.sequence else "reduce",
-            features=int(parameter_of(base_of(module), "weight").shape[dim]),
+            features=features_of(module, output=False),
             pair=self.pairs[name],
         )
 
@@ -384,7 +383,7 @@ class _TensorPlanner:
             return True
         children = [f"{name}.{child}" for child, _ in module.named_children()]
         if not children:
-            return "norm" in type(module).__name__.lower()
+            return is_norm(module)
         if heads_of(module, self.config) is not None or not self._decided(name):
             return False
         return all(self._by_position(child) for child in children)
@@ -406,7 +405,7 @@ class _TensorPlanner:
                         self.draft.by_position.add((child, own))
 
     def _give_all_positions(self, name: str) -> None:
-        if any(experts == name or experts.startswith(f"{name}.") for experts in self.draft.experts):
+        if any(is_inside(experts, name) for experts in self.draft.experts):
             raise StrategyError(
                 f"{self.why} gives {name!r} ({type(self.names[name]).__name__}) all positions, since it may mix "
                 "them in its own way, and the experts in it need different tokens on each rank; leave it out"

@@ -12,12 +12,16 @@ from torch import nn
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.likeness import signature
+from hyper_parallel.shard.lora_adapters import is_adapted
 from hyper_parallel.shard.model_structure import (
     Heads,
     dim_of_features,
+    features_of,
     fused_parts,
-    is_conv1d,
+    is_norm,
+    is_projection,
     layers_or_refuse,
+    owns_parameters,
 )
 from hyper_parallel.shard.plan.plan import Intervals, PlanBuilder, Split
 from hyper_parallel.shard.tensor.factorization import Attention, Mlp, Tensor2D, choose_mlp
@@ -65,7 +69,7 @@ class _Planner:
                 elif mlp is not None:
                     mlps[full] = mlp
                     self._set_mlp(full, mlp)
-                elif "norm" in type(module).__name__.lower() and not any(True for _ in module.children()):
+                elif is_norm(module) and not any(True for _ in module.children()):
                     norms[full] = self._norm(full, module)
                 elif any(True for _ in module.parameters()):
                     swapped.append(full)
@@ -73,12 +77,11 @@ class _Planner:
 
     def _lies_in(self, name: str, layer: nn.Module) -> bool:
         """Whether something but norms lies in a layer itself: the layer is then given whole activations."""
-        own = any(parameter is not None for parameter in layer._parameters.values())
         direct = any(
             rule is not None
             for rule in (self.draft.rules.get(f"{name}.{c}") for c, _ in layer.named_children())
         )
-        return own or direct or name in self.draft.whole
+        return owns_parameters(layer) or direct or name in self.draft.whole
 
     # Norms of the residual.
 
@@ -116,7 +119,7 @@ class _Planner:
         rules = {
             child: self.draft.rules.get(child)
             for child, leaf in module.named_modules(prefix=name)
-            if child != name and any(p is not None for p in leaf._parameters.values())
+            if child != name and owns_parameters(leaf)
         }
         colwise = [child for child, rule in rules.items() if rule == "colwise"]
         rowwise = [child for child, rule in rules.items() if rule == "rowwise"]
@@ -124,23 +127,17 @@ class _Planner:
             return None
         if any(rule not in ("colwise", "rowwise", "shared") for rule in rules.values()):
             return None
-        linear = all(
-            isinstance(self.names[child], nn.Linear) or is_conv1d(self.names[child])
-            for child in (*colwise, *rowwise)
-        )
+        projections = [self.names[child] for child in (*colwise, *rowwise)]
+        # Products with adapters have terms beside them, which 2D does not sum.
+        if any(not is_projection(module) or is_adapted(module) for module in projections):
+            return None
         direct = all(child.rpartition(".")[0] == name for child in (*colwise, *rowwise))
-        if not linear or not direct or self._features(rowwise[0], output=True) != self.hidden:
+        if not direct or features_of(projections[-1], output=True) != self.hidden:
             return None
-        if any(self._features(child, output=False) != self.hidden for child in colwise):
+        if any(features_of(module, output=False) != self.hidden for module in projections[:-1]):
             return None
-        tied = [self.draft.is_tied(child) for child in (*colwise, *rowwise)]
-        return None if any(tied) else (colwise, rowwise[0])
-
-    def _features(self, name: str, output: bool) -> int:
-        module = self.names[name]
-        weight = module._parameters["weight"]
-        assert weight is not None
-        return int(weight.shape[dim_of_features(module, output)])
+        tied = any(self.draft.is_tied(child) for child in (*colwise, *rowwise))
+        return None if tied else (colwise, rowwise[0])
 
     def _forget(self, name: str, projections: Iterable[str]) -> None:
         """The 1D plan's boundaries of a region, which 2D has its own of."""
@@ -157,7 +154,8 @@ class _Planner:
             return None
         colwise, rowwise = found
         heads = region.heads
-        if self._features(rowwise, output=False) != heads.query * heads.size or not self._splits(heads):
+        between = features_of(self.names[rowwise], output=False)
+        if between != heads.query * heads.size or not self._splits(heads):
             return None
         for child, leaf in module.named_modules(prefix=name):
             if self.draft.rules.get(child) == "shared" and width_of(leaf) != heads.size:
@@ -168,11 +166,12 @@ class _Planner:
         parts: dict[str, tuple[int, ...]] = {}
         shares: dict[str, tuple[bool, ...]] = {}
         for child in colwise:
-            features = self._features(child, output=True)
+            features = features_of(self.names[child], output=True)
             fused = fused_parts(child, features, module, heads)
             if not all(part in (heads.query * heads.size, heads.kv * heads.size) for part in fused):
                 return None
-            is_query = [self._is_query(child, at, fused, heads) for at in range(len(fused))]
+            # Of as many query heads as key-value heads all are split alike.
+            is_query = [heads.query == heads.kv or part == heads.query * heads.size for part in fused]
             parts[child] = tuple(query if q else here for q in is_query)
             shares[child] = tuple(sharing > 1 and not q for q in is_query)
         return Attention(heads, parts, shares, sharing, rowwise, keeps=self.gathered == "keep")
@@ -184,16 +183,11 @@ class _Planner:
         here = max(heads.kv // self.y, 1)
         return here % self.x == 0 or self.x % here == 0
 
-    def _is_query(self, name: str, at: int, fused: tuple[int, ...], heads: Heads) -> bool:
-        if heads.query == heads.kv:
-            return True  # as many of both: they are split alike
-        return fused[at] == heads.query * heads.size
-
     def _set_attention(self, name: str, plan: Attention) -> None:
         for child, parts in plan.colwise.items():
             module = self.names[child]
             out, into = dim_of_features(module, output=True), dim_of_features(module, output=False)
-            whole = fused_parts(child, self._features(child, output=True), self.names[name], plan.heads)
+            whole = fused_parts(child, features_of(module, output=True), self.names[name], plan.heads)
             even = all(part * self.y == full for part, full in zip(parts, whole, strict=True))
             if even:
                 self._set(child, "weight", [(out, "tensor_y", whole), (into, "tensor_x", None)])
@@ -231,7 +225,7 @@ class _Planner:
         if found is None or region is None or region.heads is not None:
             return None
         colwise, rowwise = found
-        between = self._features(rowwise, output=False)
+        between = features_of(self.names[rowwise], output=False)
         features = [part for child in colwise for part in self._parts(child, module)]
         shared = any(
             self.draft.rules.get(child) == "shared" for child, _ in module.named_modules(prefix=name)
@@ -243,15 +237,15 @@ class _Planner:
         return Mlp(factors, between, tuple(colwise), rowwise, keeps or self.gathered == "mlp", keeps)
 
     def _parts(self, name: str, parent: nn.Module) -> tuple[int, ...]:
-        return fused_parts(name, self._features(name, output=True), parent, None)
+        return fused_parts(name, features_of(self.names[name], output=True), parent, None)
 
     def _set_mlp(self, name: str, plan: Mlp) -> None:
-        features, hidden = plan.features(self.mesh), plan.hidden_in(self.mesh)
+        axes = plan.axes(self.mesh)
         for child in plan.colwise:
             module = self.names[child]
             out, into = dim_of_features(module, output=True), dim_of_features(module, output=False)
             parts = self._parts(child, self.names[name])
-            self._set(child, "weight", [(out, features, parts), (into, hidden, None)])
-            self._set(child, "bias", [(0, features, parts)], summed=(hidden,))
-        self._set_rowwise(plan.rowwise, plan.features_in(self.mesh), plan.hidden_out(self.mesh))
+            self._set(child, "weight", [(out, axes.features, parts), (into, axes.hidden_in, None)])
+            self._set(child, "bias", [(0, axes.features, parts)], summed=(axes.hidden_in,))
+        self._set_rowwise(plan.rowwise, axes.features_in, axes.hidden_out)
         self._forget(name, (*plan.colwise, plan.rowwise))
