@@ -206,8 +206,8 @@ class KVMemory:
     def report(self) -> CacheReport:
         """Figures so far."""
         tiers = tuple(
-            TierReport(one.name, one.slots * self.tiers.slot, one.written, one.read)
-            for one in self.tiers.levels
+            TierReport(one.name, count * self.tiers.slot, one.moved.written, one.moved.read)
+            for one, count in zip(self.tiers.levels, self.tiers.counts, strict=True)
         )
         return CacheReport(tiers=tiers, **self.counts)
 
@@ -408,5 +408,5 @@ class PageMover:
         buffer = self._next()
         x = buffer.bytes[: block.size]
         self._tiers.begin_read(block, x).wait()
-        block.level, block.slot = level, self._tiers.levels[level].free.pop()
+        block.level, block.slot = level, self._tiers.levels[level].take(self._tiers.slot)
         buffer.pending = self._tiers.begin_write(block, x)
