@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.config.data import BUILTIN, DataConfig
-from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
+from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build_parts
 from hyper_parallel.data.document import Chat, is_held_out
 from hyper_parallel.data.media import NAMES, unreadable
 from hyper_parallel.data.order import Order, RowWork
@@ -29,6 +29,7 @@ from hyper_parallel.data.read_documents import DocumentReader, Place, placed_doc
 from hyper_parallel.data.sources import Digests, Source, digests, find
 from hyper_parallel.data.tokenizer import Tokenizer
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.units import round_up
 
 # An index of the samples of multimodal data: where each stands, and its size. Built once and cached.
 #
@@ -128,15 +129,11 @@ def indexes(
     """
     key = f"samples-{_FORMAT}-{key}-{processor.digest}-{holdout!r}"
 
-    def read() -> tuple[SampleIndex, SampleIndex] | None:
-        train, held_out = _read(folder, f"{key}-train"), _read(folder, f"{key}-eval")
-        return None if train is None or held_out is None else (train, held_out)
-
     def build() -> None:
         log.info("measuring images and recordings into %s", folder)
         _build(folder, key, sources, of, processor, holdout)
 
-    return read_or_build(folder, key, read, build)
+    return read_or_build_parts(folder, key, lambda name: _read(folder, name), build)
 
 
 class _Part:
@@ -247,7 +244,7 @@ class MultimodalRows:
     def positions(self, rows: Sequence[int], multiple: int = 1) -> int:
         """As `Rows`."""
         longest = max(self._index.entry(row).tokens for row in rows)
-        return -(-longest // multiple) * multiple
+        return round_up(longest, multiple)
 
     def batch(self, rows: Sequence[int], length: int | None = None) -> dict[str, Tensor]:
         """As `Rows`. Raises DataError for a file that has changed since the run began."""
