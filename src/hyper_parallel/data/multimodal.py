@@ -44,15 +44,19 @@ _ENDS = 64
 
 
 class Entry(NamedTuple):
-    """One sample."""
+    """One sample: where its document stands, and its work, known before it is loaded."""
 
     source: int
     offset: int
     number: int
     tokens: int
+    """Positions of the language model, without padding."""
     media_tokens: int
+    """Of these, positions that stand for media."""
     values: int
+    """Numbers that encoders read: in proportion to patches and frames."""
     media: int
+    """Images and recordings."""
 
     @property
     def place(self) -> Place:
@@ -191,20 +195,6 @@ def _read(folder: Path, name: str) -> SampleIndex | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RowCost:
-    """The work of a row, known before it is loaded."""
-
-    tokens: int
-    """Positions of the language model, without padding."""
-    media_tokens: int
-    """Of these, positions that stand for media."""
-    values: int
-    """Numbers that encoders read: in proportion to patches and frames."""
-    media: int
-    """Images and recordings."""
-
-
 class MultimodalRows:
     """Rows of one part of the data; `len` is their number."""
 
@@ -231,10 +221,9 @@ class MultimodalRows:
     def __len__(self) -> int:
         return len(self._index)
 
-    def cost(self, row: int) -> RowCost:
+    def cost(self, row: int) -> Entry:
         """The work of a row."""
-        entry = self._index.entry(row)
-        return RowCost(entry.tokens, entry.media_tokens, entry.values, entry.media)
+        return self._index.entry(row)
 
     def work(self, row: int, encoder: float) -> RowWork:
         """As `Rows`."""
