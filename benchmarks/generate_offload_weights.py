@@ -28,7 +28,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from hyper_parallel.compat import backend
-from hyper_parallel.inference.memory_needs import LiveBytes
+from hyper_parallel.inference.memory_needs import StorageCounter
 from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan
 from hyper_parallel.inference.weights.stream import WeightStream
 from hyper_parallel.inference.weights.tiers import ModelSource, WeightTiers, slot_bytes
@@ -177,7 +177,7 @@ class StaticBatches:
     def _held(self, size: int, count: int) -> int:
         """Bytes that a block holds beside weights: measured in its first pass and in its last one."""
         longest = max(self.work.prompts, key=len)
-        counter = LiveBytes(torch.device("cpu"), [*self.model.parameters(), *self.model.buffers()])
+        counter = StorageCounter(torch.device("cpu"), [*self.model.parameters(), *self.model.buffers()])
         with counter:
             block = [Batch([longest] * size, self.model.config) for _ in range(count)]
             for batch, logits in zip(block, self.model(block), strict=True):

@@ -9,6 +9,11 @@ PREFIX = "hyper-parallel: error: "
 """Prefix of every error line on standard error, in all processes."""
 
 
+def one_line(error: object, limit: int = 200) -> str:
+    """What another library's error says, on one line; the name of its kind where it says nothing."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:limit]
+
+
 class HyperParallelError(Exception):
     """Base class of all errors that a user's input, machine or files can cause.
 

@@ -14,6 +14,11 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def round_up(count: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
 _UNITS = {
     "": 1,
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},

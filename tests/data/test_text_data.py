@@ -62,7 +62,7 @@ def test_the_second_time_comes_from_the_cache(folder: Path, monkeypatch: pytest.
         raise AssertionError("tokenized again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "_encode", never)
+        patch.setattr(corpus, "encode", never)
         again = everything(text_data(folder))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         with pytest.raises(AssertionError, match="tokenized again"):

@@ -33,8 +33,9 @@ def check_nothing_is_lost(memory: KVMemory, device: int) -> None:
     """After a run, every page and slot is free, or holds a prefix."""
     assert memory._pool.available == device
     assert not memory._arriving
-    for level, idle in zip(memory.tiers.levels, memory.tiers.idle, strict=True):
-        assert sorted([*level.free, *(block.slot for block in idle)]) == list(range(level.slots))
+    tiers = memory.tiers
+    for level, count, idle in zip(tiers.levels, tiers.counts, tiers.idle, strict=True):
+        assert sorted([*level.free[tiers.slot], *(block.slot for block in idle)]) == list(range(count))
         assert all(block.keys and not block.pins for block in idle)
 
 

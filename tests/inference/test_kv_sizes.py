@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +11,11 @@ from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.sizes import (
     BLOCK_BYTES,
     KVCacheSizes,
+    KVDemand,
     LayerShape,
     block_pages,
-    least_bytes,
+    kv_choices,
     page_bytes,
-    sizes_within,
 )
 from inference.small_models import prompts, small
 
@@ -53,18 +51,25 @@ def test_a_block_is_large_enough() -> None:
     assert page_bytes([], 16) == 0
 
 
-@given(st.integers(1, 10**6), st.integers(1, 40), st.integers(1, 8), st.booleans(), st.integers(1, 4))
-def test_sizes_fit_into_the_budget(budget: int, longest: int, batch: int, tiered: bool, heads: int) -> None:
-    layers = [LayerShape((heads, 8), (heads, 8), 4), LayerShape((1, 16), (1, 4), 2)]
-    room = {"host": 10**7} if tiered else {}
-    wanted = longest * batch
-    found = sizes_within(budget, layers, 16, longest=longest, wanted=wanted, room=room)
-    least = least_bytes(layers, 16, longest=longest, tiered=tiered)
-    assert (found is not None) == (budget >= least)
-    if found is not None:
-        assert found.device_bytes(layers, 16) <= budget
-        assert found.device <= wanted
-        assert (
-            found.device == wanted
-            or replace(found, device=found.device + 1).device_bytes(layers, 16) > budget
-        )
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.integers(1, 8),
+    st.sampled_from([{}, {"host": 10**5}, {"host": 10**6, "flash": 10**7}]),
+    st.integers(1, 4),
+)
+def test_choices_hold_the_requests(pages: list[int], count: int, room: dict[str, int], heads: int) -> None:
+    layers = (LayerShape((heads, 8), (heads, 8), 4), LayerShape((1, 16), (1, 4), 2))
+    pages.sort(reverse=True)
+    count = min(count, len(pages))
+    demand = KVDemand(shapes=layers, page=16, pages=tuple(pages), room=room)
+    choices = list(kv_choices(demand, count))
+    assert choices[0].sizes.device == sum(pages[:count])
+    assert not choices[0].tiered
+    for choice in choices:
+        sizes = choice.sizes
+        assert all(getattr(sizes, name) * demand.bytes <= bytes_ for name, bytes_ in room.items())
+        assert (choice.read > 0) == (sizes.device < pages[0])
+        if choice.read:
+            assert sizes.group is not None
+            assert sizes.group < sizes.device
+            assert sizes.tiered

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.inference.memory_plan import MemoryPlan, Module, Sizes, make_plan, pair_bytes, smallest
-from hyper_parallel.inference.weights.read_ahead import Region, StreamBuffer
+from hyper_parallel.inference.runs import Run
+from hyper_parallel.inference.weights.read_ahead import StreamBuffer
 from hyper_parallel.inference.weights.units import ALIGN
 
 MODULES = st.lists(
@@ -76,11 +77,11 @@ def test_two_neighbours_always_fit_into_the_buffer(sizes: list[int], more: int) 
     """One computes while the next is read, in a circle, whatever their sizes."""
     modules = [Module("m", size) for size in sizes]
     buffer = StreamBuffer(pair_bytes(modules, range(len(sizes))))
-    held: list[Region] = []
+    held: list[Run] = []
     for size in sizes * (2 + more):
         region = buffer.take(size)
         assert region is not None
-        assert all(region.last <= one.first or one.last <= region.first for one in held)
+        assert all(region.end <= one.first or one.end <= region.first for one in held)
         held.append(region)
         if len(held) == 2:
             buffer.give(held.pop(0))

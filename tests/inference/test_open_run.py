@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hyper_parallel.config.generate import inference_settings
 from hyper_parallel.inference.engine import Engine
+from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.inference.request import Completion, Request, Running
+from inference.opened_tiers import opened
 from inference.small_models import prompts, small
 
 
@@ -79,6 +82,23 @@ def test_answers_go_on_in_another_run() -> None:
         while len(run):
             found.update(run.advance(50))
     assert {number: one.tokens for number, one in found.items()} == expected
+
+
+def test_requests_that_are_swapped_out_are_withdrawn(tmp_path: Path) -> None:
+    engine = engine_of("llama")
+    requests, settings = requests_of(engine, tokens=40)
+    dict(engine.run(requests, settings, text_of))
+    engine.cache.configure(KVCacheSizes(device=7, host=60), opened(("host",), tmp_path))
+    with engine.open_run(requests, settings, text_of) as run:
+        for number, one in enumerate(requests):
+            run.submit(number, one)
+        found: dict[int, Completion] = {}
+        while len(run) and not engine.cache.report.swapped:
+            found.update(run.advance(1))
+        assert engine.cache.report.swapped
+        assert len(run) == len(requests) - len(found)
+        left = run.withdraw()
+    assert sorted([*found, *(number for number, _, _ in left)]) == list(range(len(requests)))
 
 
 def test_what_is_taken_is_told_with_the_log_probability_of_the_draw() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.inference.kv_cache.page_pool import PageAllocator, Run
+from hyper_parallel.inference.runs import Run, RunAllocator
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
 def test_no_page_is_given_twice(pages: int, steps: list[tuple[bool, int]]) -> None:
-    allocator, held = PageAllocator(pages), list[tuple[Run, ...]]()
+    allocator, held = RunAllocator(pages), list[tuple[Run, ...]]()
     for takes, number in steps:
         if takes:
             free = allocator.free
@@ -30,10 +30,20 @@ def test_no_page_is_given_twice(pages: int, steps: list[tuple[bool, int]]) -> No
 
 
 def test_a_run_where_there_is_one() -> None:
-    allocator = PageAllocator(10)
+    allocator = RunAllocator(10)
     first, second = allocator.allocate(4), allocator.allocate(2)
     assert first is not None
     assert second is not None
     allocator.release(first)
     assert allocator.allocate(3) == (Run(0, 3),)
     assert allocator.allocate(5) == (Run(6, 4), Run(3, 1))
+
+
+def test_a_run_at_the_high_end() -> None:
+    allocator = RunAllocator(10)
+    assert allocator.allocate_run(3, high=True) == Run(7, 3)
+    assert allocator.allocate_run(3) == Run(0, 3)
+    assert allocator.longest == allocator.free == 4
+    assert allocator.allocate_run(5) is None
+    allocator.release([Run(7, 3)])
+    assert allocator.allocate_run(5, high=True) == Run(5, 5)

@@ -120,8 +120,9 @@ def test_a_context_group_computes_each_token_once_where_its_page_is() -> None:
         [(0, 0, 8, 128)],
     ]
     assert group.length(pieces) == 32
-    assert [group.local(136, rank) for rank in range(3)] == [48, 48, 40]
-    assert [group.local(71, rank) for rank in range(3)] == [32, 23, 16]
+    every = [ContextGroup(rank, 3, page=16) for rank in range(3)]
+    assert [one.local(136) for one in every] == [48, 48, 40]
+    assert [one.local(71) for one in every] == [32, 23, 16]
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,12 @@ def prune(newest: Path, keep: int, known: set[Path]) -> None:
     than `newest` are not touched. A failed deletion is only logged: the new checkpoint is durable.
     """
     folder = newest.parent
+    committed = file_format.committed(folder)
+    last = next(name for name in committed if str(name) == newest.name)
     good = passed_over = 0
-    for name in file_format.committed(folder):
+    for name in committed:
         path = folder / str(name)
-        if name > _name_of(newest, folder):
+        if name > last:
             continue
         ruined = good < keep and reason_to_pass_over(path) is not None
         if ruined and passed_over < keep:
@@ -116,10 +118,6 @@ def prune(newest: Path, keep: int, known: set[Path]) -> None:
                 discard(path)
             except OSError as error:
                 _log.warning("an old checkpoint could not be deleted: %s: %s", path, error.strerror)
-
-
-def _name_of(path: Path, folder: Path) -> file_format.Name:
-    return next(name for name in file_format.committed(folder) if str(name) == path.name)
 
 
 def _await_ranks(partial: Path, what: Commit, time_limit: float) -> None:

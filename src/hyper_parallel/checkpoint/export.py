@@ -67,7 +67,10 @@ def export(
         )
     if not written:
         raise CheckpointError(f"{source.path} holds no tensor whose name begins with {MODEL!r}")
-    kinds = {name: _kind(tensor.dtype, dtype) for name, tensor in written.items()}
+    kinds = {
+        name: dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        for name, tensor in written.items()
+    }
     floating = {kind for kind in kinds.values() if kind.is_floating_point}
     files = {name: _without_origin(name, source.asset(name)) for name in source.assets}
     if "config.json" in files or any(name.startswith("model") and "safetensors" in name for name in files):
@@ -107,10 +110,6 @@ def _without_origin(name: str, data: bytes) -> bytes:
         return (json.dumps(without_origin(json.loads(data)), indent=2, ensure_ascii=False) + "\n").encode()
     except ValueError:  # it is the user's file as it was
         return data
-
-
-def _kind(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and saved.is_floating_point else saved
 
 
 def _bytes(tensor: TracedTensor, kind: torch.dtype) -> int:

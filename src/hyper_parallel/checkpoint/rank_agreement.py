@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Protocol, runtime_checkable
 
-import torch
 import torch.distributed as dist
 
 from hyper_parallel.errors import CheckpointError
@@ -35,23 +34,18 @@ class Alone:
 
 
 class RankAgreement:
-    """A torch process group that can carry tensors of the CPU (gloo, or a mixed group that has it)."""
+    """A torch process group, by default that of all ranks; it may carry tensors of an accelerator only (NCCL)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
 
     def gather(self, text: str) -> list[str]:
-        """Two all-gathers: of the lengths, and of the UTF-8 bytes padded to the longest."""
-        data = text.encode()
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(counts, torch.tensor([len(data)]), group=self._group)
-        lengths = [int(count) for count in counts]
-        padded = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1))), dtype=torch.uint8)
-        rows = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(rows, padded, group=self._group)
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+        """The text of every rank, in rank order."""
+        found: list[str] = [""] * self.world
+        dist.all_gather_object(found, text, group=self._group)
+        return found
 
 
 def ranks_of(group: dist.ProcessGroup | Ranks | None, world: int, rank: int) -> Ranks:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from hyper_parallel.checkpoint.rank_agreement import Alone, Ranks, agree, ranks_
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.untrusted import open_within, printable, read_bytes
 
+Skipped = tuple[tuple[Path, str], ...]
+"""Checkpoints that were passed over, each with the reason in words."""
 _THREADS = 4
 """Number of files read concurrently; hashing and reading both release the interpreter's lock."""
 
@@ -32,7 +34,7 @@ class Found:
 
     step: int
     path: Path
-    skipped: tuple[tuple[Path, str], ...] = ()
+    skipped: Skipped = ()
 
 
 def newest(folder: str | os.PathLike[str], group: dist.ProcessGroup | Ranks | None = None) -> Found | None:
@@ -47,19 +49,17 @@ def newest(folder: str | os.PathLike[str], group: dist.ProcessGroup | Ranks | No
     """
     ranks = Alone() if group is None else ranks_of(group, *_size_of(group))
     root = Path(folder).absolute()
-    candidates = _listed(root, ranks)
-    skipped: list[tuple[Path, str]] = []
-    for name in candidates:
-        path = root / name
-        reason = _reason(path, ranks, reason_to_pass_over(path) if ranks.rank == 0 else None)
-        if reason is None:
-            return Found(_step_of(name), path, tuple(skipped))
-        skipped.append((path, reason))
+
+    def reason(path: Path) -> str | None:
+        return damage_on_ranks(path, ranks, reason_to_pass_over(path) if ranks.rank == 0 else None)
+
+    path, skipped = first_good([root / name for name in _listed(root, ranks)], reason)
+    if path is not None:
+        return Found(_step_of(path.name), path, skipped)
     if skipped:
-        listed = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
         raise CheckpointError(
-            f"no checkpoint in {root} can be loaded ({listed}); restore one from a copy, move them away to start from "
-            "the beginning, or take one that is whole all the same with checkpoint.resume_from"
+            f"no checkpoint in {root} can be loaded ({words_of(skipped)}); restore one from a copy, move them away to "
+            "start from the beginning, or take one that is whole all the same with checkpoint.resume_from"
         )
     return None
 
@@ -74,12 +74,10 @@ def of_step(
     ranks = Alone() if group is None else ranks_of(group, *_size_of(group))
     root = Path(folder).absolute()
     there = _listed(root, ranks)
-    skipped: list[tuple[Path, str]] = []
-    for path in (root / name for name in there if _step_of(name) == step):
-        reason = _reason(path, ranks, None)
-        if reason is None:
-            return Found(step, path, tuple(skipped))
-        skipped.append((path, reason))
+    candidates = [root / name for name in there if _step_of(name) == step]
+    path, skipped = first_good(candidates, lambda path: damage_on_ranks(path, ranks))
+    if path is not None:
+        return Found(step, path, skipped)
     if skipped:
         raise CheckpointError(
             f"no checkpoint of step {step} in {root} can be loaded: {skipped[0][1]}; choose another step"
@@ -114,8 +112,23 @@ def _step_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def _reason(path: Path, ranks: Ranks, known: str | None) -> str | None:
-    """Why this checkpoint is rejected, `known` or found in one rank's share of the bytes; the same on every rank."""
+def first_good(paths: Iterable[Path], reason: Callable[[Path], str | None]) -> tuple[Path | None, Skipped]:
+    """The first of some checkpoints that no `reason` speaks against, and those before it."""
+    skipped: list[tuple[Path, str]] = []
+    for path in paths:
+        if (why := reason(path)) is None:
+            return path, tuple(skipped)
+        skipped.append((path, why))
+    return None, tuple(skipped)
+
+
+def words_of(skipped: Skipped) -> str:
+    """The names and reasons, for a message."""
+    return "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
+
+
+def damage_on_ranks(path: Path, ranks: Ranks, known: str | None = None) -> str | None:
+    """Why a checkpoint is rejected, `known` or found in one rank's share of the bytes; the same on every rank."""
     reasons = ranks.gather(known or "")
     if not any(reasons):
         reasons = ranks.gather(damage(path, ranks.rank, ranks.world) or "")

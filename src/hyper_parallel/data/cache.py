@@ -120,6 +120,18 @@ def read_array(path: Path) -> tuple[NDArray[Any], dict[str, Any]] | None:
     return np.memmap(path, dtype, "r", offset=_HEADER, shape=(count,)), line["meta"]
 
 
+def read_or_build_parts(
+    folder: Path, key: str, read: Callable[[str], T | None], build: Callable[[], None]
+) -> tuple[T, T]:
+    """The training and the held-out part of what `read` reads by its name, after `build` if one was absent."""
+
+    def both() -> tuple[T, T] | None:
+        train, held_out = read(f"{key}-train"), read(f"{key}-eval")
+        return None if train is None or held_out is None else (train, held_out)
+
+    return read_or_build(folder, key, both, build)
+
+
 def read_or_build(folder: Path, key: str, read: Callable[[], T | None], build: Callable[[], None]) -> T:
     """The result of `read`, after `build` if it was absent; one process builds while the others wait.
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hyper_parallel.data.document import Chat
-from hyper_parallel.errors import DataError, nearest
+from hyper_parallel.errors import DataError, nearest, one_line
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
@@ -299,5 +299,6 @@ def _guarded(chat: Chat, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{chat.where}: the chat template does not take these messages: {reason}") from error
+        raise DataError(
+            f"{chat.where}: the chat template does not take these messages: {one_line(error)}"
+        ) from error

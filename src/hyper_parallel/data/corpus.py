@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.data import chat
-from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
+from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build_parts
 from hyper_parallel.data.document import Answer, Chat, Document, Text, is_held_out
 from hyper_parallel.data.tokenizer import Encoding, Tokenizer
-from hyper_parallel.errors import DataError
+from hyper_parallel.errors import DataError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -67,22 +67,15 @@ def corpora(
     releases = "-".join(version(package) for package in ("transformers", "tokenizers"))
     key = f"corpus-{_FORMAT}-{key}-{tokenizer.digest}-{releases}-{holdout!r}"
 
-    def read() -> tuple[Corpus, Corpus] | None:
-        rows = tokenizer.vocab_size
-        train, held_out = _read(folder, f"{key}-train", rows), _read(folder, f"{key}-eval", rows)
-        return None if train is None or held_out is None else (train, held_out)
-
     def build() -> None:
         log.info("tokenizing into %s", folder)
         if not _build(folder, key, documents(), tokenizer, holdout) and holdout:
             _build(folder, key, documents(), tokenizer, 0.0)
 
-    return read_or_build(folder, key, read, build)
+    return read_or_build_parts(folder, key, lambda name: _read(folder, name, tokenizer.vocab_size), build)
 
 
-def encode(
-    documents: Iterable[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[list[int], list[int] | None]]:
+def encode(batch: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
     """The ids of each document, with 1 for each id that contributes to the loss; None if all of them do.
 
     The ids are those of the tokenizer's own call on the whole text, a prompt and its response joined; the end-of-text
@@ -90,11 +83,6 @@ def encode(
     token only if the template's last answer has no end-of-turn token. A token contributes to the loss if it holds any
     character of a response or an answer, also where it begins in the prompt: no character of an answer is left out.
     """
-    for batch in _batches(documents):
-        yield from _encode(batch, tokenizer)
-
-
-def _encode(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
     _require_template(batch, tokenizer)
     rendered = [chat.render(tokenizer.transformers, one) for one in batch if isinstance(one, Chat)]
     try:
@@ -106,10 +94,11 @@ def _encode(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[
         raise
     except Exception as error:  # the library's Rust part raises plain ones
         if len(batch) == 1:
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(f"{batch[0].where}: the tokenizer does not take this text: {reason}") from error
+            raise DataError(
+                f"{batch[0].where}: the tokenizer does not take this text: {one_line(error)}"
+            ) from error
         for document in batch:  # one of them is at fault
-            yield from _encode([document], tokenizer)
+            yield from encode([document], tokenizer)
         return
 
     end = tokenizer.eos
@@ -124,7 +113,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[
                 yield _conversation(document, *next(conversations), end=end)
 
 
-def _require_template(batch: list[Document], tokenizer: Tokenizer) -> None:
+def _require_template(batch: Sequence[Document], tokenizer: Tokenizer) -> None:
     """Raise DataError if a batch has conversations and the tokenizer has no chat template."""
     for document in batch if tokenizer.chat_template is None else ():
         if isinstance(document, Chat):
@@ -230,7 +219,7 @@ def _build(
     try:
         for batch in _batches(documents):
             sides = [is_held_out(document, holdout) for document in batch]
-            encoded = _encode(batch, tokenizer)
+            encoded = encode(batch, tokenizer)
             for document, side, (ids, mask) in zip(batch, sides, encoded, strict=True):
                 (held_out if side else train).append(document, ids, mask)
         if held_out.documents and not train.documents:

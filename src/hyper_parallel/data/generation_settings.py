@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.data.tokenizer import Tokenizer
-from hyper_parallel.errors import ConfigError
+from hyper_parallel.errors import ConfigError, one_line
 
 GENERATION = "generation_config.json"
 
@@ -24,8 +24,7 @@ def generation_settings(folder: str | Path | None, hf: Any) -> Any:
         ids_of(found.eos_token_id)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no generation config: {' '.join(str(error).split())[:200]}; put back the one that belongs to "
-            "the weights"
+            f"{path} is no generation config: {one_line(error)}; put back the one that belongs to the weights"
         ) from error
     return found
 

@@ -11,21 +11,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.data import DataConfig, HubData, as_hub
+from hyper_parallel.data.read_documents import SPLITS, named_split
 from hyper_parallel.errors import DataError
 from hyper_parallel.hub import download
-from hyper_parallel.hub.download import TIMEOUT_S, one_at_a_time
+from hyper_parallel.hub.download import TIMEOUT_S, bars, one_at_a_time
 from hyper_parallel.hub.hub_id import DEFAULT, HubId
 from hyper_parallel.untrusted import read_json
 
 _FORMAT = 1
 _LARGEST = 16 * 2**20
-_SPLITS = {"train": ("train",), "eval": ("validation", "eval", "test")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ def _load(data: HubData, asked: HubId, key: str) -> Tables:
     """Have datasets download and prepare it, and note its Arrow files."""
     import datasets
 
-    with _bars(datasets):
+    with bars(datasets.utils, hidden=not sys.stderr.isatty()):
         try:
             loaded = datasets.load_dataset(data.hub_id.name, data.name, revision=data.hub_id.commit)
         except Exception as error:  # the library raises its own, Arrow's and the system's exceptions alike
@@ -149,12 +148,10 @@ def _refusal(error: Exception, data: HubData, asked: HubId, key: str) -> str:
 
 
 def _chosen(splits: list[str], data: HubData, key: str) -> str:
-    wanted = _SPLITS[key] if data.split is None else (data.split,)
-    found = next((name for name in wanted if name in splits), None)
+    wanted = SPLITS[key] if data.split is None else (data.split,)
+    found = named_split(splits, wanted, or_only=data.split is None)
     if found is not None:
         return found
-    if data.split is None and len(splits) == 1:
-        return splits[0]
     subset = "" if data.name is None else f", name: {data.name}"
     raise DataError(
         f"data.{key}: {data.hub_id.name} has the splits {', '.join(splits)}, none of them "
@@ -200,6 +197,7 @@ def _noted(path: Path) -> Tables | None:
 
 
 def _last(ref: Path) -> str | None:
+    """The commit that a branch or tag was at when it was last reached."""
     try:
         return HubId(name="a/b", revision=ref.read_text().strip()).commit
     except OSError:
@@ -208,16 +206,3 @@ def _last(ref: Path) -> str | None:
 
 def _digest(*parts: str | None) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-@contextmanager
-def _bars(datasets: Any) -> Any:
-    """Progress bars of datasets on a terminal, none elsewhere."""
-    if sys.stderr.isatty() or datasets.utils.are_progress_bars_disabled():
-        yield
-        return
-    datasets.utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.utils.enable_progress_bars()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hyper_parallel.errors import DataError
+from hyper_parallel.errors import DataError, one_line
 from hyper_parallel.untrusted import open_regular
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def load_image(media: Media, where: str) -> Any:
     try:
         return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
     except Exception as error:  # damaged files raise what their format's reader happens to run into
-        raise DataError(f"{where}: {_shown(media)} cannot be read as an image: {_line(error)}") from error
+        raise DataError(f"{where}: {_shown(media)} cannot be read as an image: {one_line(error)}") from error
 
 
 def load_audio(media: Media, where: str, rate: int) -> NDArray[np.float32]:
@@ -102,7 +102,9 @@ def load_audio(media: Media, where: str, rate: int) -> NDArray[np.float32]:
             "packages; pip install 'hyper-parallel[audio]'"
         ) from None
     except Exception as error:  # as for images
-        raise DataError(f"{where}: {_shown(media)} cannot be read as a recording: {_line(error)}") from error
+        raise DataError(
+            f"{where}: {_shown(media)} cannot be read as a recording: {one_line(error)}"
+        ) from error
     return found
 
 
@@ -149,10 +151,6 @@ def _wav(data: bytes, rate: int) -> NDArray[np.float32] | None:
 
 def _shown(media: Media) -> str:
     return str(media.path) if media.path is not None else f"the {media.kind} that the record holds"
-
-
-def _line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 # Places of media in a record: marks in its texts, and parts of its messages.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.config.data import BUILTIN, DataConfig
-from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
+from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build_parts
 from hyper_parallel.data.document import Chat, is_held_out
 from hyper_parallel.data.media import NAMES, unreadable
 from hyper_parallel.data.order import Order, RowWork
@@ -29,6 +29,7 @@ from hyper_parallel.data.read_documents import DocumentReader, Place, placed_doc
 from hyper_parallel.data.sources import Digests, Source, digests, find
 from hyper_parallel.data.tokenizer import Tokenizer
 from hyper_parallel.errors import ConfigError, DataError
+from hyper_parallel.units import round_up
 
 # An index of the samples of multimodal data: where each stands, and its size. Built once and cached.
 #
@@ -43,15 +44,19 @@ _ENDS = 64
 
 
 class Entry(NamedTuple):
-    """One sample."""
+    """One sample: where its document stands, and its work, known before it is loaded."""
 
     source: int
     offset: int
     number: int
     tokens: int
+    """Positions of the language model, without padding."""
     media_tokens: int
+    """Of these, positions that stand for media."""
     values: int
+    """Numbers that encoders read: in proportion to patches and frames."""
     media: int
+    """Images and recordings."""
 
     @property
     def place(self) -> Place:
@@ -128,15 +133,11 @@ def indexes(
     """
     key = f"samples-{_FORMAT}-{key}-{processor.digest}-{holdout!r}"
 
-    def read() -> tuple[SampleIndex, SampleIndex] | None:
-        train, held_out = _read(folder, f"{key}-train"), _read(folder, f"{key}-eval")
-        return None if train is None or held_out is None else (train, held_out)
-
     def build() -> None:
         log.info("measuring images and recordings into %s", folder)
         _build(folder, key, sources, of, processor, holdout)
 
-    return read_or_build(folder, key, read, build)
+    return read_or_build_parts(folder, key, lambda name: _read(folder, name), build)
 
 
 class _Part:
@@ -194,20 +195,6 @@ def _read(folder: Path, name: str) -> SampleIndex | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RowCost:
-    """The work of a row, known before it is loaded."""
-
-    tokens: int
-    """Positions of the language model, without padding."""
-    media_tokens: int
-    """Of these, positions that stand for media."""
-    values: int
-    """Numbers that encoders read: in proportion to patches and frames."""
-    media: int
-    """Images and recordings."""
-
-
 class MultimodalRows:
     """Rows of one part of the data; `len` is their number."""
 
@@ -234,10 +221,9 @@ class MultimodalRows:
     def __len__(self) -> int:
         return len(self._index)
 
-    def cost(self, row: int) -> RowCost:
+    def cost(self, row: int) -> Entry:
         """The work of a row."""
-        entry = self._index.entry(row)
-        return RowCost(entry.tokens, entry.media_tokens, entry.values, entry.media)
+        return self._index.entry(row)
 
     def work(self, row: int, encoder: float) -> RowWork:
         """As `Rows`."""
@@ -247,7 +233,7 @@ class MultimodalRows:
     def positions(self, rows: Sequence[int], multiple: int = 1) -> int:
         """As `Rows`."""
         longest = max(self._index.entry(row).tokens for row in rows)
-        return -(-longest // multiple) * multiple
+        return round_up(longest, multiple)
 
     def batch(self, rows: Sequence[int], length: int | None = None) -> dict[str, Tensor]:
         """As `Rows`. Raises DataError for a file that has changed since the run began."""

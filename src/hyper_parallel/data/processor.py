@@ -26,7 +26,7 @@ from hyper_parallel.data.document import Answer, Chat, Document, Text
 from hyper_parallel.data.media import MARKS, Kind, Media, load_audio, load_image
 from hyper_parallel.data.packing import IGNORED
 from hyper_parallel.data.tokenizer import Tokenizer
-from hyper_parallel.errors import DataError
+from hyper_parallel.errors import DataError, one_line
 from hyper_parallel.untrusted import refuse_irregular_entries
 
 _BEFORE, _AFTER = "\x02before\x03", "\x02after\x03"
@@ -131,7 +131,9 @@ class Processor:
                 return_tensors="pt",
             )
         except Exception as error:  # what its parts make of a text or an image of another kind is of any kind
-            raise DataError(f"{where}: the model's processor does not take this: {_line(error)}") from error
+            raise DataError(
+                f"{where}: the model's processor does not take this: {one_line(error, 300)}"
+            ) from error
         found = {name: one for name, one in made.items() if isinstance(one, Tensor)}
         found["labels"] = self._labels(documents, rendered, found["input_ids"])
         return found
@@ -280,10 +282,6 @@ class _Seen:
         return getattr(self._tokenizer, name)
 
 
-def _line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
-
-
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 """Files that name a processor's class, in the order in which Transformers looks into them."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -306,7 +304,7 @@ def load_processor(folder: Path) -> Any:
     try:
         found = _load_processor(folder)
     except Exception as error:  # the library's errors are of many kinds
-        raise DataError(f"the processor of {folder} cannot be loaded: {_reason(error)}") from error
+        raise DataError(f"the processor of {folder} cannot be loaded: {one_line(error)}") from error
     if not hasattr(found, "tokenizer"):
         raise DataError(
             f"{folder} has no whole processor, only a {type(found).__name__}; put the files of the model's processor "
@@ -358,10 +356,6 @@ def _class_name(folder: Path) -> str | None:
             if isinstance(found, str):
                 return found
     return None
-
-
-def _reason(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 # Positions of a text after a processor has written out its placeholders of media.

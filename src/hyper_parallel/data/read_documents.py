@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyper_parallel.data.document import Document, Text, from_record
 from hyper_parallel.data.sources import Source
-from hyper_parallel.errors import DataError, nearest
+from hyper_parallel.errors import DataError, nearest, one_line
 
 _ROWS = 256
 """Rows of a dataset that are in memory at once."""
@@ -185,9 +185,8 @@ def _table(source: Source, key: str) -> Any:
     try:
         loaded = datasets.load_from_disk(str(source.path))
     except Exception as error:  # the library raises its own, Arrow's and the system's exceptions alike
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{source.path} cannot be read as a folder that datasets.save_to_disk wrote: {reason}"
+            f"{source.path} cannot be read as a folder that datasets.save_to_disk wrote: {one_line(error)}"
         ) from error
     table = _split(loaded, source.path, key) if isinstance(loaded, datasets.DatasetDict) else loaded
     return table.with_format("arrow")
@@ -197,8 +196,7 @@ def _rows(table: Any, first: int, count: int, source: Source) -> Iterator[Docume
     try:
         records = table[first : first + count].to_pylist()
     except Exception as error:  # a truncated Arrow file shows only when its rows are read
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{_row_of(source, first)}: cannot be read, {reason}") from error
+        raise DataError(f"{_row_of(source, first)}: cannot be read, {one_line(error)}") from error
     for number, record in enumerate(records, first):
         yield from_record(_without_none(record), _row_of(source, number), source.path)
 
@@ -210,13 +208,20 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
+SPLITS = {"train": ("train",), "eval": ("validation", "eval", "test")}
+"""Names of the splits that `data.train` and `data.eval` mean, the first that is there."""
+
+
+def named_split(splits: Collection[str], wanted: Sequence[str], *, or_only: bool = True) -> str | None:
+    """The first of the wanted splits that is there; `or_only`: else the only one, whatever its name."""
+    found = next((name for name in wanted if name in splits), None)
+    return next(iter(splits)) if found is None and or_only and len(splits) == 1 else found
+
+
 def _split(loaded: Any, path: Path, key: str) -> Any:
-    wanted = ("train",) if key == "train" else ("validation", "eval", "test")
-    for name in wanted:
-        if name in loaded:
-            return loaded[name]
-    if len(loaded) == 1:
-        return next(iter(loaded.values()))
+    wanted = SPLITS[key]
+    if (found := named_split(loaded, wanted)) is not None:
+        return loaded[found]
     splits = ", ".join(loaded)
     hint = nearest(wanted[0], loaded)
     raise DataError(

@@ -27,7 +27,7 @@ from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
 from hyper_parallel.data.chat import DEFAULT_TEMPLATE
 from hyper_parallel.data.document import fraction
 from hyper_parallel.data.tokenizer_choice import absent
-from hyper_parallel.errors import DataError
+from hyper_parallel.errors import DataError, one_line
 from hyper_parallel.untrusted import refuse_irregular_entries
 
 END_OF_TEXT = "<|endoftext|>"
@@ -283,8 +283,7 @@ def load(folder: str, key: str = "data.tokenizer.path") -> Tokenizer:
     except (
         Exception
     ) as error:  # the library's errors are of many kinds, those of its Rust part plain Exceptions
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{key}: the tokenizer of {path} cannot be loaded: {reason}") from error
+        raise DataError(f"{key}: the tokenizer of {path} cannot be loaded: {one_line(error)}") from error
     if not found.is_fast:
         raise DataError(f"{key}: {path} is not a fast tokenizer; convert it to tokenizer.json")
     return Tokenizer(found, path)

@@ -13,12 +13,12 @@ import fnmatch
 import glob
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from hyper_parallel.errors import ConfigError
+from hyper_parallel.errors import ConfigError, one_line
 from hyper_parallel.hub.hub_id import DEFAULT, HubId, cache_folder, snapshot_folder
 from hyper_parallel.units import format_bytes
 from hyper_parallel.untrusted import is_plain_name, read_json
@@ -79,8 +79,7 @@ def explain(error: BaseException, asked: HubId, key: str, *, bare: bool = False,
         )
     if "Connect" in words or "Network" in words or "Protocol" in words or isinstance(last, ConnectionError):
         return f"{key}: {shown} is {folder}not in the cache, and {constants.ENDPOINT} cannot be reached; {copied}"
-    told = " ".join(str(last).split())[:200]
-    return f"{key}: {shown} cannot be downloaded: {type(last).__name__}: {told}; {there}"
+    return f"{key}: {shown} cannot be downloaded: {type(last).__name__}: {one_line(last)}; {there}"
 
 
 def full(needed: int | None = None, free: int | None = None) -> str:
@@ -189,28 +188,25 @@ def current_commit(asked: HubId, *, data: bool = False, seconds: float = 3.0) ->
     return None if found is None else str(found)
 
 
-@dataclass(frozen=True)
-class _Listing:
-    """The files of a repository at a commit, with their bytes."""
-
-    commit: str
-    sizes: dict[str, int]
-
-
 def _download(asked: HubId, wanted: Wanted, key: str, tell: Callable[[str], object]) -> str:
     """Download what is missing; the commit."""
-    listing = _list(asked)
-    names = [name for name in listing.sizes if _is_wanted(name, wanted)]
-    there = snapshot_folder(asked.name, listing.commit)
+    from huggingface_hub import HfApi
+
+    found = HfApi().model_info(
+        asked.name, revision=asked.revision or DEFAULT, timeout=TIMEOUT_S, files_metadata=True
+    )
+    sizes = {one.rfilename: one.size or 0 for one in found.siblings or [] if is_plain_name(one.rfilename)}
+    names = [name for name in sizes if _is_wanted(name, wanted)]
+    there = snapshot_folder(asked.name, str(found.sha))
     if wanted is not Wanted.ASSETS and "config.json" not in names:
         raise ConfigError(
             f"{key}: {asked.shown} has no config.json on the Hub, so it is no model of Transformers; give one that is"
         )
-    weights = _weights(asked, listing, key) if wanted is Wanted.MODEL else []
-    missing = sum(listing.sizes[name] for name in (*names, *weights) if not (there / name).exists())
+    weights = _weights(asked, sizes, key) if wanted is Wanted.MODEL else []
+    missing = sum(sizes[name] for name in (*names, *weights) if not (there / name).exists())
     if missing:
         _room(asked, missing, key)
-        tell(f"{key}: downloading {asked.shown} at {listing.commit[:7]}, {format_bytes(missing)}")
+        tell(f"{key}: downloading {asked.shown} at {str(found.sha)[:7]}, {format_bytes(missing)}")
     commit = _fetch(asked, names, quiet=not missing)
     if wanted is not Wanted.MODEL:
         return commit
@@ -218,7 +214,7 @@ def _download(asked: HubId, wanted: Wanted, key: str, tell: Callable[[str], obje
     if INDEX in weights:
         _fetch(at, [INDEX], quiet=True)
         shards = _shards(snapshot_folder(at.name, commit))
-        if strange := next((one for one in shards if one not in listing.sizes), None):
+        if strange := next((one for one in shards if one not in sizes), None):
             raise ConfigError(
                 f"{key}: {asked.shown}: {INDEX} names {strange!r}, which the repository does not have"
             )
@@ -227,30 +223,21 @@ def _download(asked: HubId, wanted: Wanted, key: str, tell: Callable[[str], obje
     return commit
 
 
-def _list(asked: HubId) -> _Listing:
-    from huggingface_hub import HfApi
-
-    found = HfApi().model_info(
-        asked.name, revision=asked.revision or DEFAULT, timeout=TIMEOUT_S, files_metadata=True
-    )
-    sizes = {one.rfilename: one.size or 0 for one in found.siblings or [] if is_plain_name(one.rfilename)}
-    return _Listing(str(found.sha), sizes)
-
-
 def _is_wanted(name: str, wanted: Wanted) -> bool:
     if wanted is Wanted.CONFIG:
         return name == "config.json"
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _SMALL)
 
 
-def _weights(asked: HubId, listing: _Listing, key: str) -> list[str]:
-    """The index with all that may be its shards, or the one file. Raises ConfigError where there are none."""
-    names = sorted(name for name in listing.sizes if name.endswith(".safetensors"))
-    if INDEX in listing.sizes:
+def _weights(asked: HubId, sizes: Mapping[str, int], key: str) -> list[str]:
+    """The index with all that may be its shards, or the one file, of files with their bytes. Raises ConfigError where
+    there are none."""
+    names = sorted(name for name in sizes if name.endswith(".safetensors"))
+    if INDEX in sizes:
         return [INDEX, *(name for name in names if fnmatch.fnmatchcase(name, "*-of-*"))]
     if "model.safetensors" in names:
         return ["model.safetensors"]
-    others = [name for name in listing.sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5"))]
+    others = [name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5"))]
     if names:
         return names
     only = f"only {', '.join(sorted(others)[:3])}" if others else "no weights"
@@ -262,9 +249,9 @@ def _weights(asked: HubId, listing: _Listing, key: str) -> list[str]:
 
 def _fetch(asked: HubId, names: Sequence[str], *, quiet: bool) -> str:
     """Download files by their names; the commit."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, utils
 
-    with _bars(quiet or not sys.stderr.isatty()):
+    with bars(utils, hidden=quiet or not sys.stderr.isatty()):
         folder = snapshot_download(
             asked.name,
             revision=asked.revision or DEFAULT,
@@ -339,19 +326,13 @@ def one_at_a_time(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bars(hidden: bool) -> Iterator[None]:
-    """Progress bars of huggingface_hub, or none."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if not hidden or are_progress_bars_disabled():
+def bars(utils: Any, *, hidden: bool) -> Iterator[None]:
+    """Inside, a library of Hugging Face shows no progress bars if they are `hidden`. `utils`: that module of it."""
+    if not hidden or utils.are_progress_bars_disabled():
         yield
         return
-    disable_progress_bars()
+    utils.disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        utils.enable_progress_bars()

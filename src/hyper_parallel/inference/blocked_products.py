@@ -185,37 +185,27 @@ def padded_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_T
         if streamed is not None:
             reached = min(slots, module.num_experts)
             streamed.choose([len(hidden_TD)] * reached + [0] * (module.num_experts - reached), slots)
-        experts_TK = torch.arange(slots, device=experts_TK.device, dtype=experts_TK.dtype).expand_as(
-            experts_TK
-        )
         filling = min(module.num_experts, experts_TK.numel()) * (BLOCK - 1) // slots + BLOCK
-        with blocked_products(BLOCK):
-            wide: Tensor = own(
-                module,
-                pad(hidden_TD, (0, 0, 0, filling)),
-                experts_TK[:1].expand(len(experts_TK) + filling, -1),
-                pad(weights_TK, (0, 0, 0, filling)),
-            )
-        return wide[: len(hidden_TD)]
-    tokens = _tokens(len(hidden_TD))
-    if streamed is not None:
-        reached = torch.bincount(experts_TK[:tokens].reshape(-1), minlength=module.num_experts)
-        streamed.choose(reached[: module.num_experts].tolist(), slots)
-    if tokens < len(hidden_TD):
-        experts_TK = torch.cat([experts_TK[:tokens], experts_TK[:1].expand(len(hidden_TD) - tokens, -1)])
-    counts = torch.bincount(experts_TK.reshape(-1), minlength=module.num_experts)
-    missing = torch.where(counts > 0, -counts % BLOCK, 0)
-    # The slots of a token are all used: whole multiples more, of the expert that has the most, make the sum fit.
-    while int(missing.sum()) % slots:
-        missing[counts.argmax()] += BLOCK
-    added = torch.arange(len(missing), device=missing.device).repeat_interleave(missing).view(-1, slots)
-    filling = len(added)
+        first = torch.arange(slots, device=experts_TK.device, dtype=experts_TK.dtype)
+        chosen = first.expand(len(experts_TK) + filling, -1)
+    else:
+        tokens = _tokens(len(hidden_TD))
+        if streamed is not None:
+            reaching = torch.bincount(experts_TK[:tokens].reshape(-1), minlength=module.num_experts)
+            streamed.choose(reaching[: module.num_experts].tolist(), slots)
+        if tokens < len(hidden_TD):
+            experts_TK = torch.cat([experts_TK[:tokens], experts_TK[:1].expand(len(hidden_TD) - tokens, -1)])
+        counts = torch.bincount(experts_TK.reshape(-1), minlength=module.num_experts)
+        missing = torch.where(counts > 0, -counts % BLOCK, 0)
+        # The slots of a token are all used: whole multiples more, of the expert that has the most, make the sum fit.
+        while int(missing.sum()) % slots:
+            missing[counts.argmax()] += BLOCK
+        added = torch.arange(len(missing), device=missing.device).repeat_interleave(missing).view(-1, slots)
+        filling = len(added)
+        chosen = torch.cat([experts_TK, added.to(experts_TK.dtype)])
     with blocked_products(BLOCK):
         out: Tensor = own(
-            module,
-            pad(hidden_TD, (0, 0, 0, filling)),
-            torch.cat([experts_TK, added.to(experts_TK.dtype)]),
-            pad(weights_TK, (0, 0, 0, filling)),
+            module, pad(hidden_TD, (0, 0, 0, filling)), chosen, pad(weights_TK, (0, 0, 0, filling))
         )
     return out[: len(hidden_TD)]
 

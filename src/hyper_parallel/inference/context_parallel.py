@@ -19,7 +19,13 @@ from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.pages import Group, rows_of
 from hyper_parallel.inference.kv_cache.run_cache import RunCache
-from hyper_parallel.inference.paged_attention import ExpandsKeys, check_keywords
+from hyper_parallel.inference.paged_attention import (
+    ExpandsKeys,
+    MaskFunction,
+    PositionMask,
+    checked_mask,
+    register,
+)
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current
 from hyper_parallel.inference.rank_groups import ContextGroup, Piece
 
@@ -37,7 +43,7 @@ class ContextEngine(Engine):
         int8: bool = False,
     ) -> None:
         super().__init__(model, context.tokens, layers=layers, eos=eos, int8=int8)
-        register()
+        register(NAME, attention, context_mask)
         self.attention = NAME
         self.cache = RunCache(model, layers, context.tokens, stored=context.page, int8=int8)
         self._context = context
@@ -115,9 +121,6 @@ NAME = "hyper_parallel_context"
 _BLOCK = 2048
 """Keys whose scores are in memory at once."""
 
-Mask = Callable[..., Any]
-"""Transformers' mask function of (batch, head, query position, key position)."""
-
 
 @dataclass(eq=False)
 class ContextPass(RaggedPass):
@@ -130,24 +133,9 @@ class ContextPass(RaggedPass):
     index_of: Sequence[int] = field(kw_only=True)
 
 
-@dataclass(frozen=True)
-class ContextMask:
-    """What a layer's queries see, evaluated at positions."""
-
-    function: Mask
-
-    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Bool [queries, keys], True where seen."""
-        zero = torch.zeros((), dtype=torch.int64, device=queries.device)
-        seen = self.function(zero, zero, queries[:, None], keys[None, :])
-        return torch.as_tensor(seen, device=queries.device).expand(len(queries), len(keys))
-
-
-def context_mask(*_: Any, mask_function: Mask, attention_mask: Any = None, **__: Any) -> ContextMask:
-    """Transformers' mask function for `NAME`. Raises UnsupportedModelError for a mask of padding."""
-    if attention_mask is not None:
-        raise UnsupportedModelError("the model makes its own mask, which does not suit a ragged batch")
-    return ContextMask(mask_function)
+def context_mask(*_: Any, mask_function: MaskFunction, **__: Any) -> PositionMask:
+    """Makes the mask of `NAME` for a model."""
+    return PositionMask(mask_function)
 
 
 def attention(
@@ -164,9 +152,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function for `NAME`: query [1, H, L, D] of this rank's rows to output [1, L, H, D of
     values]. A collective of the context group."""
-    if not isinstance(attention_mask, ContextMask):
-        raise UnsupportedModelError(f"{type(module).__name__} gives attention no mask function")
-    check_keywords(module, given)
+    mask = checked_mask(module, attention_mask, PositionMask, given)
     ragged = current()
     assert isinstance(ragged, ContextPass)
     context = ragged.context
@@ -182,7 +168,7 @@ def attention(
             if (found := read(piece.segment)) is None:
                 continue
             part = queries[rank, :, piece.start : piece.start + piece.count]
-            result = partial(part, *found, piece, context, attention_mask, scale, softcap)
+            result = partial(part, *found, piece, context, mask, scale, softcap)
             if result is not None:
                 out, lse = result
                 rows = sent[rank, piece.start : piece.start + piece.count]
@@ -199,7 +185,7 @@ def partial(
     values_KSD: Tensor,
     piece: Piece,
     context: ContextGroup,
-    mask: ContextMask,
+    mask: PositionMask,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor] | None:
@@ -211,7 +197,7 @@ def partial(
         return None
     local = torch.arange(count, device=device)
     positions = local // context.page * context.tokens + context.rank * context.page + local % context.page
-    seen = mask(torch.arange(piece.first, piece.end, device=device), positions)
+    seen = mask.seen(torch.arange(piece.first, piece.end, device=device), positions)
     any_seen = seen.any(0).nonzero()
     if not len(any_seen):
         return None
@@ -244,15 +230,6 @@ def joined(outs: Tensor, sums: Tensor, sinks_H: Tensor | None) -> Tensor:
         total = torch.logaddexp(total, sinks_H.float())
     shares = (sums - total.clamp_min(torch.finfo(torch.float32).min)).exp()
     return (shares[..., None] * outs).sum(0)
-
-
-def register() -> None:
-    """Make the attention and its masks known to Transformers, once."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
 
 
 Read = Callable[[int], tuple[Tensor, Tensor] | None]

@@ -6,6 +6,7 @@ and values go to pages through `PagedCache`, attention is `paged_attention`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -90,16 +91,12 @@ class Engine:
         Raises UnsupportedModelError for a model whose attention is not known, DataError for a request that needs more
         memory than there is.
         """
-        if self.fit is not None:
-            settings = self.fit(self, requests, settings)
-        with self.cache.run(requests, settings) as (cache, scheduler):
-            scheduler.row_length = self.row_length
-            scheduler.begin = lambda one, first: self._took(one, *first, text_of)
-            while ended := self._until_some_end(scheduler, cache, text_of):
-                for one in ended:
-                    yield one.number, one.answer
-            assert not scheduler.running, "a request that no pass has room for"
-            assert not scheduler.waiting, "a request that was never admitted"
+        with self.open_run(requests, settings, text_of) as run:
+            for number, request in enumerate(requests):
+                run.submit(number, request)
+            while ended := run.advance():
+                yield from ended
+            assert not len(run), "a request that was never admitted, or that no pass has room for"
 
     @contextmanager
     def open_run(self, like: Sequence[Request], settings: Inference, text_of: TextOf) -> Iterator[OpenRun]:
@@ -111,7 +108,7 @@ class Engine:
             scheduler.waiting.clear()
             scheduler.row_length = self.row_length
             scheduler.begin = lambda one, first: self._took(one, *first, text_of)
-            yield OpenRun(scheduler, lambda most: self._passes(scheduler, cache, text_of, most))
+            yield OpenRun(scheduler, lambda passes: self._passes(scheduler, cache, text_of, passes))
 
     def replayed(self, texts: Sequence[list[int]], answer: int, *, exact: bool = True) -> list[Tensor]:
         """Float32 logits [answer + 1, V] behind each of the last tokens of each text, as generation computes them: all
@@ -164,22 +161,16 @@ class Engine:
             self.cache.learn(cache)
             self.model.set_attn_implementation(given)
 
-    def _until_some_end(self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf) -> list[Running]:
-        """Passes until requests end, and these; none when all have."""
-        with self._generating(cache):
-            while True:
-                computed, ended = self._one_pass(scheduler, cache, text_of)
-                if ended or not computed:
-                    return ended
-
-    def _passes(self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf, passes: int) -> list[Running]:
-        """At most `passes` passes, fewer when all requests have ended; those that ended."""
+    def _passes(
+        self, scheduler: Scheduler, cache: PagedCache, text_of: TextOf, passes: int | None
+    ) -> list[Running]:
+        """As `OpenRun.advance`."""
         found: list[Running] = []
         with self._generating(cache):
-            for _ in range(passes):
+            for _ in itertools.count() if passes is None else range(passes):
                 computed, ended = self._one_pass(scheduler, cache, text_of)
                 found += ended
-                if not computed:
+                if not computed or (passes is None and found):
                     break
         return found
 
@@ -323,20 +314,21 @@ class Engine:
 class OpenRun:
     """Made by `Engine.open_run`. Not for several threads at once."""
 
-    def __init__(self, scheduler: Scheduler, advance: Callable[[int], list[Running]]) -> None:
+    def __init__(self, scheduler: Scheduler, advance: Callable[[int | None], list[Running]]) -> None:
         """`advance` computes as many passes as it is given, and gives the requests that ended."""
         self._scheduler, self._advance = scheduler, advance
 
     def __len__(self) -> int:
         """Requests without a whole answer."""
-        return len(self._scheduler.waiting) + len(self._scheduler.running)
+        return len(self._scheduler.waiting) + len(self._scheduler.started)
 
     def submit(self, number: int, request: Request) -> None:
         """Add a request, no longer than those for which memory was taken; `number` is its own in this run."""
         self._scheduler.waiting.append((number, request))
 
-    def advance(self, passes: int) -> list[tuple[int, Completion]]:
-        """Compute `passes` passes, fewer where no request is left; the number and answer of each that ended."""
+    def advance(self, passes: int | None = None) -> list[tuple[int, Completion]]:
+        """Compute `passes` passes, fewer where no request is left, or, left out, until some request ends; the number
+        and answer of each that ended."""
         return [(one.number, one.answer) for one in self._advance(passes)]
 
     def cancel(self, numbers: Collection[int]) -> None:
@@ -346,7 +338,7 @@ class OpenRun:
     def withdraw(self) -> list[tuple[int, Request, list[int]]]:
         """Give up all unfinished requests, which ends the run: the number of each, its request and the tokens of its
         answer until now."""
-        found = [(one.number, one.request, list(one.answer.tokens)) for one in self._scheduler.running]
+        found = [(one.number, one.request, list(one.answer.tokens)) for one in self._scheduler.started]
         found += [
             (number, one, list(one.ids[len(one.ids) - one.answered :]))
             for number, one in self._scheduler.waiting

@@ -21,7 +21,7 @@ from hyper_parallel.config.model import ModelConfig, read_config
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.generation_settings import generation_settings
 from hyper_parallel.data.tokenizer import load as load_tokenizer
-from hyper_parallel.errors import CheckpointError, ConfigError
+from hyper_parallel.errors import CheckpointError, ConfigError, one_line
 from hyper_parallel.hub.hub_id import reading
 from hyper_parallel.inference.memory_budget import MemoryBudget
 from hyper_parallel.inference.weights.tiers import FolderSource, ModelSource, WeightSource
@@ -86,9 +86,7 @@ def load_within(folder: Path, memory: GenerationMemory) -> tuple[nn.Module, Toke
 
 def _opened(folder: Path) -> tuple[nn.Module, WeightSource]:
     """The model, and where its weights come from."""
-    hf = transformers_config(ModelConfig(path=str(folder)))
-    with Folder(folder, pread=True) as files:
-        dtype = hf.dtype or files.dtype() or torch.float32
+    hf, dtype = _config_and_dtype(folder)
     model: Any = causal_model(hf, dtype, folder=str(folder))
     model.tie_weights()
     model.generation_config = generation_settings(folder, hf)
@@ -98,6 +96,13 @@ def _opened(folder: Path) -> tuple[nn.Module, WeightSource]:
         log.info("%s; Transformers reads the model, as a whole", error)
     whole = _from_pretrained(folder)
     return whole, ModelSource(whole)
+
+
+def _config_and_dtype(folder: Path) -> tuple[Any, torch.dtype]:
+    """The config of a Transformers folder, and the dtype of its weights."""
+    hf = transformers_config(ModelConfig(path=str(folder)))
+    with Folder(folder, pread=True) as files:
+        return hf, hf.dtype or files.dtype() or torch.float32
 
 
 def _read(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
@@ -115,9 +120,7 @@ def _from_pretrained(folder: Path) -> nn.Module:
             folder, local_files_only=True, trust_remote_code=False, dtype="auto"
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{folder}: the model cannot be loaded: {' '.join(str(error).split())[:300]}"
-        ) from error
+        raise ConfigError(f"{folder}: the model cannot be loaded: {one_line(error, 300)}") from error
     return model
 
 
@@ -140,9 +143,7 @@ def load_shards(folder: Path, strategy: Strategy) -> tuple[nn.Module, Tokenizer 
     strategy does not fit it.
     """
     with _readable(located(folder)) as found:
-        hf = transformers_config(ModelConfig(path=str(found)))
-        with Folder(found) as files:
-            dtype = hf.dtype or files.dtype() or torch.float32
+        hf, dtype = _config_and_dtype(found)
         if dtype not in _DTYPES:
             raise ConfigError(
                 f"{found}: the weights are {str(dtype).removeprefix('torch.')}, and several workers compute in "

@@ -27,7 +27,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.sizes import ALIGN, KVCacheSizes, page_bytes
 from hyper_parallel.inference.kv_cache.tiers import CacheReport
-from hyper_parallel.inference.memory_needs import Extent, LiveBytes, Needs, measure
+from hyper_parallel.inference.memory_needs import Extent, Needs, StorageCounter, measure
 from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan, smallest
 from hyper_parallel.inference.rank_groups import Agreement
 from hyper_parallel.inference.request import Request
@@ -40,7 +40,7 @@ from hyper_parallel.offloading.open_tiers import open_tiers
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.shard.sharded_model import is_sharded, local_of
 from hyper_parallel.strategy.memory import GenerationMemory
-from hyper_parallel.units import format_bytes
+from hyper_parallel.units import format_bytes, round_up
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class MemoryBudget:
         while True:
             least = self._place_least()
             try:
-                counter = LiveBytes(self.device, self.stream.known())
+                counter = StorageCounter(self.device, self.stream.known())
                 with counter:
                     prove()
                 break
@@ -344,7 +344,7 @@ def tiers_for_weights(memory: GenerationMemory) -> dict[str, Tier]:
 
 def tiers_for_cache(memory: GenerationMemory, sizes: KVCacheSizes, page_bytes: int) -> dict[str, Tier]:
     """Those in which the KV cache has pages, as large as these. Raises TierError."""
-    slot = -(-sizes.block * page_bytes // ALIGN) * ALIGN
+    slot = round_up(sizes.block * page_bytes, ALIGN)
     host, pool, flash = (
         getattr(sizes, name) // sizes.block * slot or None for name in ("host", "pool", "flash")
     )

@@ -16,7 +16,6 @@ from hyper_parallel.compat.dispatch import TorchDispatchMode, leaves_of
 from hyper_parallel.config.inference import Inference, Sampling
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_cache.page_pool import Run
 from hyper_parallel.inference.kv_cache.sizes import (
     LEAST,
     KVCacheSizes,
@@ -28,6 +27,7 @@ from hyper_parallel.inference.kv_cache.sizes import (
 from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan, smallest
 from hyper_parallel.inference.ragged_pass import Segment
 from hyper_parallel.inference.request import Request, Running
+from hyper_parallel.inference.runs import Run
 from hyper_parallel.units import format_bytes
 
 
@@ -164,10 +164,10 @@ def measure(engine: Engine, known: Sequence[Tensor], count: int, extent: Extent,
     there = min(pages, LEAST)
     scattered = tuple(Run(place % there, 1) for place in reversed(range(pages)))
     sizes = KVCacheSizes(device=there, staging=pages * engine.cache.stored)
-    return max(
-        _peak(engine, known, sizes, chosen)
-        for chosen in _passes(engine, count, extent, settings.rows, scattered)
-    )
+    piece = min(engine.page, extent.prompt)
+    pieces = _pass(engine, [piece] * count, extent.prompt, extent, settings.rows, scattered)
+    newest = _pass(engine, [1] * count, extent.context, extent, settings.rows, scattered)
+    return max(_peak(engine, known, sizes, chosen) for chosen in (pieces, newest))
 
 
 def _peak(
@@ -178,19 +178,12 @@ def _peak(
         replace(current_step(), widest_spread=True).installed(),
     ):
         # Pages are known from the beginning: the pass sees those of a layer when it comes to it.
-        counter = LiveBytes(engine.device, [*known, *cache.stores], partial(getattr, cache.staging, "bytes"))
+        counter = StorageCounter(
+            engine.device, [*known, *cache.stores], partial(getattr, cache.staging, "bytes")
+        )
         with counter:
             advance(chosen)
         return counter.peak
-
-
-def _passes(
-    engine: Engine, count: int, extent: Extent, rows: int, runs: tuple[Run, ...]
-) -> list[list[tuple[Running, Segment]]]:
-    piece = min(engine.page, extent.prompt)
-    pieces = _pass(engine, [piece] * count, extent.prompt, extent, rows, runs)
-    newest = _pass(engine, [1] * count, extent.context, extent, rows, runs)
-    return [pieces, newest]
 
 
 def _pass(
@@ -209,7 +202,7 @@ def _pass(
     return found
 
 
-class LiveBytes(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """Inside, `peak` is the most bytes on `device` that were alive at once, besides those of `known` tensors and what
     `besides()` says."""
 

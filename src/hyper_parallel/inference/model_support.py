@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.config.inference import Inference
-from hyper_parallel.errors import HyperParallelError, UnsupportedModelError
+from hyper_parallel.errors import HyperParallelError, UnsupportedModelError, one_line
 from hyper_parallel.inference.blocked_products import experts_by
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.ragged_pass import padded
 from hyper_parallel.inference.weights.away_weight import ReadElsewhere
 from hyper_parallel.shard.forward import inference, parameters_of
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
+from hyper_parallel.units import round_up
 
 log = logging.getLogger(__name__)
 
@@ -128,11 +128,12 @@ def prove(engine: Engine, config: Any, seed: int = 0) -> None:
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
-            f"{name} does not run with a paged cache: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            f"{name} does not run with a paged cache: {type(error).__name__}: {one_line(error)}"
         ) from error
-    problems = [
-        _difference(own, expected, _computed_in(model)) for own, expected in zip(together, plain, strict=True)
-    ]
+    dtype: torch.dtype = next(model.parameters()).dtype
+    if is_sharded(model):
+        dtype = getattr(torch, sharded(model).strategy.precision.compute)
+    problems = [_difference(own, expected, dtype) for own, expected in zip(together, plain, strict=True)]
     if found := next((problem for problem in problems if problem), None):
         raise UnsupportedModelError(
             f"{name} computes other logits with a paged cache than without one ({found}); generation would be wrong, "
@@ -174,18 +175,10 @@ def _one_by_one(model: Any) -> Iterator[None]:
         yield
 
 
-def _computed_in(model: nn.Module) -> torch.dtype:
-    """The dtype of the forward pass."""
-    if is_sharded(model):
-        found: torch.dtype = getattr(torch, sharded(model).strategy.precision.compute)
-        return found
-    return next(model.parameters()).dtype
-
-
 def _plain(model: Any, prompt: list[int], device: torch.device, last: int) -> Tensor:
     """Logits [last, V] of the last tokens. The row is filled up, as a pass's is, since some strategies split it."""
     length = len(prompt)
-    row = prompt + [0] * (padded(length, 16) - length)
+    row = prompt + [0] * (round_up(length, 16) - length)
     kept: dict[str, Any] = {}
     if "logits_to_keep" in parameters_of(type(model).forward):
         kept["logits_to_keep"] = torch.arange(length - last, length, device=device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class RowViews:
         return [None if place is None else parts[place] for place in self._places]
 
 
+M = TypeVar("M", bound="PositionMask")
 NAME = "hyper_parallel_paged"
 _IGNORED = frozenset({"dropout", "sliding_window", "position_ids", "cache_position", "past_key_values"})
 """Keywords that change nothing here: the mask says what is seen, and nothing is trained."""
@@ -70,11 +71,28 @@ class Contexts:
     """Keys of each segment in the pages, where they lie in one run."""
 
 
-class RaggedMask:
+MaskFunction = Callable[..., Any]
+"""Transformers' mask function of (batch, head, query position, key position)."""
+
+
+class PositionMask:
+    """What the queries of one kind of layers see, evaluated at positions."""
+
+    def __init__(self, function: MaskFunction) -> None:
+        self._function = function
+
+    def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Bool [queries, keys], True where seen."""
+        zero = torch.zeros((), dtype=torch.int64, device=queries.device)
+        seen = self._function(zero, zero, queries[:, None], keys[None, :])
+        return torch.as_tensor(seen, device=queries.device).expand(len(queries), len(keys))
+
+
+class RaggedMask(PositionMask):
     """The mask of one kind of layers in one pass."""
 
-    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
-        self._function = function
+    def __init__(self, function: MaskFunction, device: torch.device) -> None:
+        super().__init__(function)
         self._causal = function is causal_mask_function
         self._device = device
         self._contexts: Contexts | None = None
@@ -97,9 +115,7 @@ class RaggedMask:
             return 0, None
         queries = torch.arange(segment.first, segment.end, device=self._device)
         keys = torch.arange(segment.end, device=self._device)
-        zero = torch.zeros((), dtype=torch.int64, device=self._device)
-        seen = self._function(zero, zero, queries[:, None], keys[None, :])
-        seen = torch.as_tensor(seen, device=self._device).expand(segment.count, segment.end)
+        seen = self.seen(queries, keys)
         first = int(seen.any(0).int().argmax())
         part = seen[:, first:]
         return first, None if bool(part.all()) else part.contiguous()
@@ -113,12 +129,8 @@ def _in_one_run(ragged: RaggedPass, segment: Segment, first: int) -> slice | Non
     return rows[0] if len(rows) == 1 else None
 
 
-def ragged_mask(
-    *_: Any, mask_function: Callable[..., Any], attention_mask: Any = None, **given: Any
-) -> RaggedMask:
-    """Transformers' mask function for `NAME`. Raises UnsupportedModelError for a mask of padding."""
-    if attention_mask is not None:
-        raise UnsupportedModelError("the model makes its own mask, which does not suit a ragged batch")
+def ragged_mask(*_: Any, mask_function: MaskFunction, **given: Any) -> RaggedMask:
+    """Makes the mask of `NAME` for a model."""
     return RaggedMask(mask_function, given.get("device") or torch.device("cpu"))
 
 
@@ -138,11 +150,8 @@ def attention(
 
     Raises UnsupportedModelError for what it does not know, which would be left out silently.
     """
-    if not isinstance(attention_mask, RaggedMask):
-        raise UnsupportedModelError(f"{type(module).__name__} gives attention no mask function")
-    check_keywords(module, given)
+    contexts = checked_mask(module, attention_mask, RaggedMask, given).contexts(current())
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
-    contexts = attention_mask.contexts(current())
     read = _read(module, key, value, contexts)
     kernel = _Kernel(scale, softcap, s_aux)
     # Its products are of one request each, whatever else is in the pass.
@@ -162,22 +171,36 @@ def attention(
         return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
-def check_keywords(module: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for a keyword that attention would leave out silently."""
+def checked_mask(module: nn.Module, mask: object, kind: type[M], given: Mapping[str, Any]) -> M:
+    """The mask that a module gives attention. Raises UnsupportedModelError for one of another kind, and for keywords
+    `given` that attention would leave out silently."""
+    if not isinstance(mask, kind):
+        raise UnsupportedModelError(f"{type(module).__name__} gives attention no mask function")
     for name, setting in given.items():
         if setting is not None and name not in _IGNORED and not isinstance(setting, bool):
             raise UnsupportedModelError(
                 f"{type(module).__name__} gives attention {name}, which paged attention does not know"
             )
+    return mask
 
 
-def register() -> None:
-    """Make the attention and its masks known to Transformers, once."""
+def register(
+    name: str = NAME,
+    function: Callable[..., Any] = attention,
+    mask: Callable[..., PositionMask] = ragged_mask,
+) -> None:
+    """Make an attention function and its masks known to Transformers. A model that makes a mask of padding is refused
+    with UnsupportedModelError."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ragged_mask)
+    def checked(*args: Any, attention_mask: Any = None, **given: Any) -> PositionMask:
+        if attention_mask is not None:
+            raise UnsupportedModelError("the model makes its own mask, which does not suit a ragged batch")
+        return mask(*args, **given)
+
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, checked)
 
 
 class ExpandsKeys(Exception):

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_cache.page_pool import Run
 from hyper_parallel.inference.kv_cache.pages import rows_of
+from hyper_parallel.inference.runs import Run
+from hyper_parallel.units import round_up
 
 if TYPE_CHECKING:
     from hyper_parallel.inference.kv_cache.paged_cache import PagedLayer
@@ -118,14 +119,9 @@ def current() -> RaggedPass:
     return found
 
 
-def padded(tokens: int, granule: int) -> int:
-    """The next multiple."""
-    return -(-tokens // granule) * granule
-
-
 def pass_rows(tokens: int, granule: int) -> int:
     """Length of the row for so many tokens."""
-    return max(BLOCK, padded(tokens, granule))
+    return max(BLOCK, round_up(tokens, granule))
 
 
 def positions_of(segments: Sequence[Segment], length: int, device: torch.device) -> Tensor:

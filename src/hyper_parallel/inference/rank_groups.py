@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.inference.ragged_pass import WIDE, Segment, padded
+from hyper_parallel.inference.ragged_pass import WIDE, Segment
 from hyper_parallel.shard.sharded_model import ShardedModel, is_sharded, sharded
 from hyper_parallel.strategy import Strategy
+from hyper_parallel.units import round_up
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,10 @@ class ContextGroup:
         """Tokens of a group of pages."""
         return self.size * self.page
 
-    def local(self, end: int, rank: int | None = None) -> int:
-        """How many of the first `end` tokens of a request are in a rank's pages, by default this rank's."""
-        rank = self.rank if rank is None else rank
+    def local(self, end: int) -> int:
+        """How many of the first `end` tokens of a request are in this rank's pages."""
         groups, rest = divmod(end, self.tokens)
-        return groups * self.page + min(max(rest - rank * self.page, 0), self.page)
+        return groups * self.page + min(max(rest - self.rank * self.page, 0), self.page)
 
     def pieces(self, segments: Sequence[Segment]) -> list[list[Piece]]:
         """What each rank computes of the segments of a pass."""
@@ -115,7 +115,7 @@ class ContextGroup:
 
     def length(self, pieces: Sequence[Sequence[Piece]]) -> int:
         """Rows of the pass, the same on every rank: those of the rank that has most, filled up."""
-        return max(WIDE, *(padded(sum(piece.count for piece in part), WIDE) for part in pieces))
+        return max(WIDE, *(round_up(sum(piece.count for piece in part), WIDE) for part in pieces))
 
 
 def without_context(strategy: Strategy) -> Strategy:

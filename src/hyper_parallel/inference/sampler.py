@@ -102,8 +102,14 @@ class Decide(Protocol):
 def decide(ready: Sequence[Running], logits: Tensor) -> list[Decision]:
     """The tokens that this process chooses."""
     greedy = logits.argmax(-1).tolist()
-    wanted = any(one.request.sampling.logprobs for one in ready)
-    shares = (logits / _temperatures(ready, logits.device)).log_softmax(-1) if wanted else None
+    samplings = [one.request.sampling for one in ready]
+    shares: Tensor | None = None
+    if any(one.logprobs for one in samplings):
+        # Log-probabilities are of the distribution that tokens were drawn from, or of the model's own.
+        temperatures = [
+            one.temperature if one.logprobs == "drawn" and one.temperature > 0 else 1.0 for one in samplings
+        ]
+        shares = (logits / torch.tensor(temperatures, device=logits.device)[:, None]).log_softmax(-1)
     found = list[Decision]()
     drawn = _drawn_plainly(ready, logits)
     for place, one in enumerate(ready):
@@ -140,15 +146,6 @@ def _drawn_plainly(ready: Sequence[Running], logits: Tensor) -> dict[int, int]:
 def _draw(one: Running) -> float:
     """The number that decides a request's next token."""
     return draw_of(one.request.seed, one.request.row, one.request.sample, len(one.answer.tokens))
-
-
-def _temperatures(ready: Sequence[Running], device: torch.device) -> Tensor:
-    """At which log-probabilities are wanted, fp32 [len(ready), 1]."""
-    own = [one.request.sampling for one in ready]
-    return torch.tensor(
-        [[one.temperature if one.logprobs == "drawn" and one.temperature > 0 else 1.0] for one in own],
-        device=device,
-    )
 
 
 class DecideTogether:

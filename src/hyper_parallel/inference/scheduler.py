@@ -49,6 +49,11 @@ class Scheduler:
         self._first: Running | None = None
         """The first of the waiting requests."""
 
+    @property
+    def started(self) -> list[Running]:
+        """Requests that run, or that are swapped out."""
+        return [*self.running, *(self._preemption.swapped if self._preemption is not None else ())]
+
     def admit(self) -> None:
         """Start waiting requests while there is a place and memory for the first of them."""
         if self._preemption is not None:
@@ -134,12 +139,8 @@ class Scheduler:
 
     def stop(self) -> None:
         """Give up all requests and their pages."""
-        if self._preemption is not None:
-            self._preemption.stop()
-        for one in list(self.running):
-            self.end(one)
+        self.cancel({number for number, _ in self.waiting} | {one.number for one in self.started})
         self.tails.close()
-        self.waiting.clear()
 
     def _compose(self) -> list[tuple[Running, Segment]]:
         chosen = _Chosen(self)
@@ -158,7 +159,8 @@ class Scheduler:
         while first < len(one.request.ids) and not one.older and len(chosen.found) < self.segments:
             place = (first - one.base) // self.page
             key = one.key(place) or self.tails.key_at(one, first)
-            there = key is not None and (self.pool.holds(key) or self._in_tiers(key))
+            in_tiers = self._memory is not None and key is not None and self._memory.holds(key)
+            there = in_tiers or (key is not None and self.pool.holds(key))
             if key in chosen.keys or there or place >= len(one.pages):
                 return
             count = min(self.page, len(one.request.ids) - first)
@@ -186,10 +188,6 @@ class Scheduler:
     def _key(self, one: Running) -> bytes | None:
         """Of the page that a request computes next; None for one that its prompt does not fill."""
         return one.key((one.cached - one.base) // self.page)
-
-    def _in_tiers(self, key: bytes) -> bool:
-        """Whether a page of prompts lies in a tier, or is on its way from one."""
-        return self._memory is not None and self._memory.holds(key)
 
     def _comes(self, one: Running) -> bool:
         """Whether a request waits for pages that are on their way."""
@@ -309,14 +307,6 @@ class Preemption:
         for one in list(self._running):
             if one in self._running and not one.arriving:
                 self._grow(one)
-
-    def stop(self) -> None:
-        """Give up the requests that are swapped out, and wait for pages on their way."""
-        for one in self._running:
-            self._memory.finish(one)
-        for one in self.swapped:
-            self._memory.release(one)
-        self.swapped.clear()
 
     def cancel(self, numbers: Collection[int]) -> None:
         """Give up those of some requests that are swapped out, and wait for pages of the others on their way."""

@@ -99,7 +99,7 @@ class SpreadAccelerator(Accelerator):
         """`gather`, without the rows that were repeated to fill the last batch."""
         if not use_gather_object:
             try:
-                recursively_apply(_same, input_data, error_on_other_type=True)
+                recursively_apply(lambda x: x, input_data, error_on_other_type=True)
             except TypeError:
                 use_gather_object = True
         if use_gather_object:
@@ -143,7 +143,3 @@ class SpreadAccelerator(Accelerator):
     ) -> Tensor | None:
         """The norm of the whole gradient, before it is clipped to `max_norm`."""
         return clip_to_norm(self.spread.handle, max_norm, norm_type)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

@@ -25,6 +25,7 @@ from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.forward import several_documents
 from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.shard.plan.plan import length_multiple
+from hyper_parallel.units import round_up
 
 _READ = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask"})
 _OF_DOCUMENTS = frozenset(
@@ -69,10 +70,12 @@ def rows_of(
         apart = bool((mask > 1).any())
         if apart:
             positions = positions if positions is not None else positions_of(mask)
-        elif _hides_only_ends(mask):
-            mask = None
-        else:
-            _may_hide(handle)
+        elif not _hides_only_ends(mask):
+            if handle.mesh.size("context") > 1:
+                raise IntegrationError(
+                    "the attention mask hides positions that are not at the ends of rows (padding on the left?), which "
+                    "axes.context cannot tell apart; set tokenizer.padding_side = 'right'"
+                )
             rest["attention_mask"] = mask
     elif mask is not None:
         rest["attention_mask"] = mask
@@ -81,7 +84,7 @@ def rows_of(
         rest["position_ids"], positions = positions, None
     several = apart and positions is not None and several_documents(positions)
     rows = Rows(input_ids, shifted(inputs), positions, several, rest, input_ids.size(1))
-    return _lengthened(rows, pad, length or _up(input_ids.size(1), length_multiple(handle.plan)))
+    return _lengthened(rows, pad, length or round_up(input_ids.size(1), length_multiple(handle.plan)))
 
 
 def shifted(inputs: Mapping[str, Any]) -> Tensor | None:
@@ -103,18 +106,6 @@ def positions_of(documents: Tensor) -> Tensor:
 def _hides_only_ends(mask: Tensor) -> bool:
     seen = mask != 0
     return bool((seen[:, 1:] <= seen[:, :-1]).all()) and bool(seen[:, 0].all())
-
-
-def _may_hide(handle: ShardedModel) -> None:
-    if handle.mesh.size("context") > 1:
-        raise IntegrationError(
-            "the attention mask hides positions that are not at the ends of rows (padding on the left?), which "
-            "axes.context cannot tell apart; set tokenizer.padding_side = 'right'"
-        )
-
-
-def _up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
 
 
 def _lengthened(rows: Rows, pad: int, length: int) -> Rows:
@@ -176,7 +167,7 @@ class FewLengths:
 
 def length_of(wanted: int, known: Sequence[int], multiple: int = 1) -> int:
     """The module's rule, for `wanted` positions when these lengths are `known`; a multiple of `multiple`."""
-    rounded = -(-wanted // multiple) * multiple
+    rounded = round_up(wanted, multiple)
     fits = [length for length in known if length >= rounded]
     if fits and (min(fits) <= 1.5 * rounded or len(known) >= MOST):
         return min(fits)
@@ -184,7 +175,7 @@ def length_of(wanted: int, known: Sequence[int], multiple: int = 1) -> int:
         return rounded
     power = 1 << (rounded - 1).bit_length()
     step = power * 3 // 4 if rounded <= power * 3 // 4 else power
-    return -(-step // multiple) * multiple
+    return round_up(step, multiple)
 
 
 # The last batch of an epoch, which Accelerate fills up with rows that the epoch has had.

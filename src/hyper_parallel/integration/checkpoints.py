@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hyper_parallel.checkpoint import Piece, Ranks, Writer, file_format, verify
 from hyper_parallel.checkpoint.adapters import MODEL
 from hyper_parallel.checkpoint.durable import explain, publish
 from hyper_parallel.checkpoint.file_format import LARGEST, seal, unseal
-from hyper_parallel.checkpoint.rank_agreement import Alone, agree
+from hyper_parallel.checkpoint.rank_agreement import Alone, RankAgreement, agree
 from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.checkpoint.verify import file_damage
 from hyper_parallel.compat import fsdp
@@ -67,7 +65,9 @@ def save(
     ranks = ranks_of(handle)
     fsdp.free_gathered(handle.model)
     pieces = _model(handle)
-    own: dict[str, Any] = {"adapters": _adapted(handle), "optimizer": None, "files": _digests(folder)}
+    own: dict[str, Any] = {"adapters": _adapted(handle), "optimizer": None, "files": {}}
+    if (schedule := folder / SCHEDULER).is_file():
+        own["files"] = {SCHEDULER: hashlib.sha256(schedule.read_bytes()).hexdigest()}
     if optimizer is not None:
         moments, own["optimizer"] = collect(optimizer, ranks)
         pieces.update(moments)
@@ -89,7 +89,7 @@ def load(folder: Path, handle: ShardedModel, optimizer: Any) -> dict[str, Any]:
     with together(ranks, folder, "read"):
         checkpoint = Checkpoint(committed(folder))
         pieces = _model(handle)
-        checkpoint.match(pieces, MODEL, _names(handle))
+        checkpoint.match(pieces, MODEL, _saved_names(handle))
         checkpoint.fill(pieces, handle.rank)
     if optimizer is not None:
         load_optimizer(folder, handle, optimizer)
@@ -129,7 +129,7 @@ class Newest:
     """The newest whole checkpoint of a Trainer, None if there is none at all, and the newer ones that are not."""
 
     path: Path | None
-    skipped: tuple[tuple[Path, str], ...] = ()
+    skipped: verify.Skipped = ()
 
 
 def newest(out: Path, handle: ShardedModel) -> Newest:
@@ -144,19 +144,13 @@ def newest(out: Path, handle: ShardedModel) -> Newest:
             steps = (_NAME.fullmatch(path.name) for path in out.iterdir() if path.is_dir())
             found = [match[0] for match in sorted(filter(None, steps), key=lambda match: -int(match[1]))]
     found = json.loads(ranks.gather(json.dumps(found))[0])
-    skipped: list[tuple[Path, str]] = []
-    for name in found:
-        reason = damage(out / name, ranks)
-        if reason is None:
-            return Newest(out / name, tuple(skipped))
-        skipped.append((out / name, reason))
-    if skipped:
-        listed = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
+    path, skipped = verify.first_good([out / name for name in found], lambda path: damage(path, ranks))
+    if path is None and skipped:
         raise CheckpointError(
-            f"no checkpoint in {out} can be loaded ({listed}); restore one from a copy, or move them away to start "
-            "from the beginning"
+            f"no checkpoint in {out} can be loaded ({verify.words_of(skipped)}); restore one from a copy, or move them "
+            "away to start from the beginning"
         )
-    return Newest(None)
+    return Newest(path, skipped)
 
 
 def damage(folder: Path, ranks: Ranks) -> str | None:
@@ -168,8 +162,7 @@ def damage(folder: Path, ranks: Ranks) -> str | None:
     reason: str | None
     reason, inner = json.loads(ranks.gather(json.dumps(told))[0])
     if reason is None and inner is not None:
-        reasons = ranks.gather(verify.damage(folder / inner, ranks.rank, ranks.world) or "")
-        reason = next(filter(None, reasons), None)
+        reason = verify.damage_on_ranks(folder / inner, ranks)
     return reason
 
 
@@ -222,22 +215,23 @@ def _look(folder: Path) -> tuple[str | None, str | None]:
     return None, inner.name
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    path = folder / SCHEDULER
-    return {SCHEDULER: hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
-
-
 def _model(handle: ShardedModel) -> dict[str, Piece]:
-    kept = _names(handle)
+    kept = _saved_names(handle)
     return {name: piece for name, piece in model_shards(handle).items() if name in kept}
 
 
-def _names(handle: ShardedModel) -> set[str]:
+def _saved_names(handle: ShardedModel) -> set[str]:
     """The tensors of the model that are saved, on whatever ranks."""
+    names = adapter_names(handle)
+    return set(model_names(handle)) if names is None else {f"{MODEL}{name}" for name in names}
+
+
+def adapter_names(handle: ShardedModel) -> set[str] | None:
+    """The parameters of adapters, and what is trained beside them; None where there are no adapters."""
     if not _adapted(handle):
-        return set(model_names(handle))
+        return None
     return {
-        f"{MODEL}{p.name}"
+        p.name
         for p in handle.parameters()
         if p.parameter.requires_grad or name_in_base(p.name, handle.model) is None
     }
@@ -294,22 +288,9 @@ def manifest_damage(folder: Path) -> str | None:
     return None
 
 
-class Everyone:
-    """All ranks of the default group, which may carry tensors of an accelerator only (Accelerate's NCCL)."""
-
-    def __init__(self) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    def gather(self, text: str) -> list[str]:
-        """The text of every rank, in rank order."""
-        found: list[str] = [""] * self.world
-        dist.all_gather_object(found, text)
-        return found
-
-
 def ranks_of(handle: ShardedModel) -> Ranks:
     """The ranks that a model is spread over, as this one sees them."""
-    return Everyone() if handle.world > 1 else Alone()
+    return RankAgreement() if handle.world > 1 else Alone()
 
 
 @contextlib.contextmanager

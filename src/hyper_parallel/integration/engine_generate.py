@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hyper_parallel.config.inference import Inference, Sampling
+from hyper_parallel.data.generation_settings import ids_of
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.model_support import check_length, offered_engine
@@ -211,7 +212,7 @@ class EngineGenerate:
             ):
                 continue
             return f"{name}={value!r} is not a setting of the engine's"
-        eos = _ids(told.get("eos_token_id"))
+        eos = ids_of(told.get("eos_token_id"))
         pad = told.get("pad_token_id")
         if pad is None:
             pad = eos[0] if eos else 0
@@ -220,13 +221,14 @@ class EngineGenerate:
             return "neither max_new_tokens nor a max_length beyond the prompt is set"
         sampled = bool(told.get("do_sample"))
         top_k, top_p = told.get("top_k"), told.get("top_p")
+        temperature, penalty = told.get("temperature"), told.get("repetition_penalty")
         top_k = 50 if top_k is None else top_k
         sampling = Sampling(
             max_tokens=tokens,
-            temperature=float(_or(told.get("temperature"), 1.0)) if sampled else 0.0,
+            temperature=(1.0 if temperature is None else float(temperature)) if sampled else 0.0,
             top_k=int(top_k) if sampled and top_k else None,
             top_p=float(top_p) if sampled and top_p is not None else None,
-            repetition_penalty=float(_or(told.get("repetition_penalty"), 1.0)),
+            repetition_penalty=1.0 if penalty is None else float(penalty),
         )
         return _Wanted(sampling, frozenset(eos), int(pad))
 
@@ -262,13 +264,3 @@ def _padded(ids: Tensor, answers: Sequence[Sequence[int]], pad: int) -> Tensor:
     longest = max(map(len, answers), default=0)
     rows = [[*answer, *[pad] * (longest - len(answer))] for answer in answers]
     return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device).view(len(ids), longest)], 1)
-
-
-def _ids(given: Any) -> list[int]:
-    if given is None:
-        return []
-    return [int(one) for one in (given if isinstance(given, list | tuple) else [given])]
-
-
-def _or(given: Any, default: float) -> Any:
-    return default if given is None else given

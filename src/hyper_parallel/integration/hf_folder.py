@@ -23,10 +23,10 @@ from hyper_parallel.compat import fsdp
 from hyper_parallel.compat.hf_conversions import blank_model
 from hyper_parallel.compat.memory import present
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.integration.checkpoints import ranks_of, together
+from hyper_parallel.integration.checkpoints import adapter_names, ranks_of, together
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.folder_weights import FolderWeights
-from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
+from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.shard.reshard import fill_piece
@@ -85,7 +85,13 @@ def read_folder(handle: ShardedModel, folder: str | os.PathLike[str]) -> None:
 
 def _gathered(handle: ShardedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Name in the model to whole tensor in host memory, on rank 0; empty elsewhere."""
-    wanted = _of_adapters(handle)
+    wanted = adapter_names(handle)
+    if wanted is not None:
+        # PEFT writes the embeddings, too, where they were resized.
+        model: Any = handle.model
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        embeddings = {id(p) for module in ends if module is not None for p in module.parameters()}
+        wanted |= {p.name for p in handle.parameters() if id(p.parameter) in embeddings}
     held: dict[str, Tensor] = {}
     pieces = model_shards(handle)
     for key in model_names(handle):
@@ -126,22 +132,6 @@ def _from_stage(handle: ShardedModel, place: PipelinePlace, name: str, whole: Te
         whole = torch.empty(shape, dtype=kind, device=handle.device)
         dist.recv(whole, sender)
     return whole
-
-
-def _of_adapters(handle: ShardedModel) -> set[str] | None:
-    """The parameters that PEFT writes: the adapters' own, what is trained beside them, and the embeddings, which it
-    writes where they were resized. None where there are no adapters.
-    """
-    model: Any = handle.model
-    if without_adapters(model) is model:
-        return None
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    embeddings = {id(p) for module in ends if module is not None for p in module.parameters()}
-    return {
-        p.name
-        for p in handle.parameters()
-        if p.parameter.requires_grad or id(p.parameter) in embeddings or name_in_base(p.name, model) is None
-    }
 
 
 def _save(model: Any, out: Path, held: dict[str, Tensor], max_shard_size: int | str | None) -> None:

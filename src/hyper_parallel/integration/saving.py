@@ -23,7 +23,7 @@ import torch
 
 from hyper_parallel.checkpoint.rank_agreement import agree
 from hyper_parallel.checkpoint.shard import dtype_name
-from hyper_parallel.errors import CheckpointError
+from hyper_parallel.errors import CheckpointError, one_line
 from hyper_parallel.integration import checkpoints
 from hyper_parallel.integration.checkpoints import MANIFEST, SCHEDULER, ranks_of, together, write_manifest
 from hyper_parallel.integration.hf_folder import read_folder, write_folder
@@ -187,7 +187,7 @@ class SpreadSaving(_Trainer):
         try:
             super()._load_rng_state(checkpoint)
         except Exception as error:  # as many kinds as there are ways to damage a pickle
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            why = one_line(f"{type(error).__name__}: {error}")
             problem = CheckpointError(
                 f"{folder}: the random state cannot be read: {why}; give another checkpoint, or remove its rng_state "
                 f"files and {MANIFEST} to go on with random states of the seed"

@@ -26,6 +26,7 @@ from hyper_parallel.step.pipeline import Pipeline
 from hyper_parallel.step.pipeline_build import Losses
 from hyper_parallel.step.pipeline_plan import MicroBatchShape
 from hyper_parallel.strategy import Strategy
+from hyper_parallel.units import round_up
 
 _LENGTH = 512
 """Positions that stages are cut for where the length of rows is not known."""
@@ -120,7 +121,7 @@ class TrainerPipeline:
         rows = rows_of_micro_batch(args.per_device_train_batch_size, accumulation, ranks)
         count = accumulation * args.per_device_train_batch_size // rows
         multiple = length_multiple(make_plan(model, strategy.of_stage))
-        positions = -(-(length or _LENGTH) // multiple) * multiple
+        positions = round_up(length or _LENGTH, multiple)
         as_on_rank_0(model)
         loss = LossConfig(label_smoothing=args.label_smoothing_factor)
 

@@ -110,16 +110,6 @@ def _warn_once(package: str, installed: str, newest: str) -> None:
         )
 
 
-def table() -> str:
-    """The table in Markdown, for docs/versions.md."""
-    lines = ["| Package | Needed | Tested | For |", "|---|---|---|---|"]
-    lines += [
-        f"| {package} | {releases.floor} or newer | {', '.join(releases.tested)} | {releases.why} |"
-        for package, releases in TESTED.items()
-    ]
-    return "\n".join(lines)
-
-
 def _installed(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -15,12 +15,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_cache.page_pool import PagePool, runs_of
+from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
 from hyper_parallel.inference.kv_cache.pages import Group, StreamReader, rows_of
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape, page_bytes
 from hyper_parallel.inference.kv_cache.tiers import Block, CacheReport, KVTiers, TierReport
 from hyper_parallel.inference.request import Running, StoredPages
+from hyper_parallel.inference.runs import runs_of
 from hyper_parallel.offloading.tiers import Pending, Tier
 
 T = TypeVar("T")
@@ -206,8 +207,8 @@ class KVMemory:
     def report(self) -> CacheReport:
         """Figures so far."""
         tiers = tuple(
-            TierReport(one.name, one.slots * self.tiers.slot, one.written, one.read)
-            for one in self.tiers.levels
+            TierReport(one.name, count * self.tiers.slot, one.moved.written, one.moved.read)
+            for one, count in zip(self.tiers.levels, self.tiers.counts, strict=True)
         )
         return CacheReport(tiers=tiers, **self.counts)
 
@@ -408,5 +409,5 @@ class PageMover:
         buffer = self._next()
         x = buffer.bytes[: block.size]
         self._tiers.begin_read(block, x).wait()
-        block.level, block.slot = level, self._tiers.levels[level].free.pop()
+        block.level, block.slot = level, self._tiers.levels[level].take(self._tiers.slot)
         buffer.pending = self._tiers.begin_write(block, x)

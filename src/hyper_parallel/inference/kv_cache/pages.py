@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_cache.page_pool import Run
 from hyper_parallel.inference.kv_cache.sizes import LayerShape
 from hyper_parallel.inference.kv_cache.tiers import Block, KVTiers
+from hyper_parallel.inference.runs import Run
 from hyper_parallel.offloading.tiers import Pending
 
 if TYPE_CHECKING:
@@ -257,8 +257,6 @@ class StreamReader:
         self._first: dict[int, int] = {}
         """Of each layer: the first token that was last read, from the segment's end; none where it was token 0."""
         self._segments: list[Segment] = []
-        self.stalled = 0.0
-        """Seconds in which the calling thread was held up by reads."""
 
     def begin(self, ragged: RaggedPass) -> None:
         """A pass begins: read the first layer of its first streamed segment."""
@@ -328,7 +326,8 @@ class StreamReader:
 
     def _settle(self, found: _Fetch | None) -> None:
         if found is not None:
-            self.stalled += sum(one.wait() for one in found.pending)
+            for one in found.pending:
+                one.wait()
             found.pending = []
 
     def _drop(self) -> None:

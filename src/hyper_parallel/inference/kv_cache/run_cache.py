@@ -193,33 +193,15 @@ class RunCache:
         """The cache and the scheduler of a run of these requests. Raises DataError for a request that needs more memory
         than there is, TierError."""
         self._keep_for_pins(requests, settings)
+        memory: KVMemory | None = None
         if self._budget is None:
-            pages = settings.pages or pages_for(requests, settings.batch, self._page)
-            pool = PagePool(pages, settings.prefix_cache)
-            scheduler = self._scheduler(settings, pool)
-            self._shared = lambda: scheduler.shared
-            most = self._check(requests, pages)
-            scheduler.waiting.extend(enumerate(requests))
-            sizes = KVCacheSizes(device=pages, staging=most * self.stored)
-            cache = self.fresh(sizes, keep=self.spare)
-            self._busy += 1
-            self._separate.append(cache)
-            try:
-                scheduler.tails.copy = cache.copy_page
-                yield cache, scheduler
-            finally:
-                self._busy -= 1
-                self._separate = [one for one in self._separate if one is not cache]
-                # The pages go now, and not with the scheduler, whose figure may be read later.
-                cache.clear()
-                shared = scheduler.shared
-                self._shared = lambda: shared
-            return
-        self.check_idle()
-        cache, pool, memory = self._opened()
-        self._check_tiered(requests, memory)
-        cache.prepare(max(memory.sizes.staging, self._longest(requests) * self.stored))
-        pool.reuse = settings.prefix_cache
+            cache, pool = self._own(requests, settings)
+        else:
+            self.check_idle()
+            cache, pool, memory = self._opened()
+            self._check_tiered(requests, memory)
+            cache.prepare(max(memory.sizes.staging, self._longest(requests) * self.stored))
+            pool.reuse = settings.prefix_cache
         scheduler = self._scheduler(settings, pool, memory)
         self._shared = lambda: scheduler.shared
         scheduler.tails.copy = cache.copy_page
@@ -227,7 +209,8 @@ class RunCache:
         self._busy += 1
         try:
             yield cache, scheduler
-            memory.settle()
+            if memory is not None:
+                memory.settle()
         except GeneratorExit:
             scheduler.stop()
             raise
@@ -237,6 +220,20 @@ class RunCache:
             raise
         finally:
             self._busy -= 1
+            shared = scheduler.shared
+            self._shared = lambda: shared
+            if memory is None:
+                # The pages go now, and not with the scheduler.
+                self._separate = [one for one in self._separate if one is not cache]
+                cache.clear()
+
+    def _own(self, requests: Sequence[Request], settings: Inference) -> tuple[PagedCache, PagePool]:
+        """A cache for one run."""
+        pages = settings.pages or pages_for(requests, settings.batch, self._page)
+        staging = self._check(requests, pages) * self.stored
+        cache = self.fresh(KVCacheSizes(device=pages, staging=staging), keep=self.spare)
+        self._separate.append(cache)
+        return cache, PagePool(pages, settings.prefix_cache)
 
     def _scheduler(self, settings: Inference, pool: PagePool, memory: KVMemory | None = None) -> Scheduler:
         scheduler = Scheduler(settings.batch, settings.rows, self._page, pool, memory)

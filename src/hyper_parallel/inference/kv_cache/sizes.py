@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hyper_parallel.units import round_up
+
 BLOCK_BYTES = 512 * 1024
 """A transfer of fewer bytes does not use the link's bandwidth."""
 LEAST = 3
@@ -75,42 +77,6 @@ def page_bytes(layers: Sequence[LayerShape], page: int) -> int:
 def block_pages(page_bytes: int) -> int:
     """Pages of a block: as few as make `BLOCK_BYTES`."""
     return max(1, -(-BLOCK_BYTES // max(page_bytes, 1)))
-
-
-def sizes_within(
-    budget: int,
-    layers: Sequence[LayerShape],
-    page: int,
-    *,
-    longest: int,
-    wanted: int,
-    room: Mapping[str, int],
-) -> KVCacheSizes | None:
-    """The largest KV cache in `budget` bytes of the device, with `room` bytes in tiers by name. `longest`: pages of the
-    longest request; `wanted`: of all requests that run at once. None where the budget is below `least_bytes`.
-
-    Everything lies on the device where that fits, and tiers then hold prefixes only.
-    """
-    size = page_bytes(layers, page)
-    block = block_pages(size)
-    tiers = {name: count // (block * size) * block for name, count in room.items()}
-    staging = longest * page
-    fixed = KVCacheSizes(device=0, staging=staging, block=block, **tiers)
-    device = min((budget - fixed.device_bytes(layers, page)) // size, wanted)
-    return (
-        replace(fixed, device=device) if device >= min(longest, LEAST if fixed.tiered else longest) else None
-    )
-
-
-def least_bytes(layers: Sequence[LayerShape], page: int, *, longest: int, tiered: bool) -> int:
-    """The smallest budget with which `sizes_within` finds sizes: without tiers the longest request is on the device."""
-    least = KVCacheSizes(
-        device=min(longest, LEAST) if tiered else longest,
-        host=int(tiered),
-        staging=longest * page,
-        block=block_pages(page_bytes(layers, page)),
-    )
-    return least.device_bytes(layers, page)
 
 
 # Where the KV cache of some requests may lie: pages on the device and in tiers, and the bytes that a pass reads.
@@ -237,7 +203,7 @@ def _streamed_slots(demand: KVDemand, count: int, sizes: KVCacheSizes) -> int:
 def _with_tiers(demand: KVDemand, sizes: KVCacheSizes, slots: int) -> KVCacheSizes | None:
     """The sizes with pages in tiers: `slots` of a block each, and others for all requests and their prefixes, the
     fastest tier first. None where the tiers have no room for `slots`."""
-    slot = -(-sizes.block * demand.bytes // ALIGN) * ALIGN
+    slot = round_up(sizes.block * demand.bytes, ALIGN)
     left = slots + max(-(-sum(demand.pages) // sizes.block), -(-_KEPT // slot))
     tiers = {}
     for name, bytes_ in demand.room.items():

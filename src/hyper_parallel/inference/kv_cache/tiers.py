@@ -15,8 +15,8 @@ from itertools import islice
 
 from torch import Tensor
 
-from hyper_parallel.compat.dispatch import outside_modes
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
+from hyper_parallel.inference.kv_cache.tier_slots import TierSlots
 from hyper_parallel.offloading.tiers import Pending, Tier
 from hyper_parallel.units import format_bytes
 
@@ -38,18 +38,6 @@ class Block:
     """Of the pages in it that prompts to come may find."""
 
 
-@dataclass
-class TierSlots:
-    """One tier, cut into slots, and the bytes that were moved."""
-
-    name: str
-    tier: Tier
-    free: list[int]
-    slots: int
-    written: int = 0
-    read: int = 0
-
-
 class KVTiers:
     """Slots of all tiers, the fastest first. `slot`: bytes of each."""
 
@@ -57,14 +45,14 @@ class KVTiers:
         """Reserves memory in each tier for the blocks that its pages make. Raises TierError if there is not enough."""
         self.slot = slot
         self.levels: list[TierSlots] = []
+        self.counts: list[int] = []
+        """Slots of each level."""
         self.idle: list[dict[Block, None]] = []
         """Of each level: blocks that no request needs, the least recently used first."""
         for name, tier in tiers.items():
-            count = getattr(sizes, name) // sizes.block
-            size = -(-slot // tier.align) * tier.align
-            with outside_modes():  # this memory is not the device's
-                tier.reserve(dict.fromkeys(range(count), size))
-            self.levels.append(TierSlots(name, tier, list(range(count))[::-1], count))
+            self.counts.append(getattr(sizes, name) // sizes.block)
+            self.levels.append(TierSlots(name, tier))
+            self.levels[-1].reserve(self.counts[-1], slot)
             self.idle.append({})
         self.uses = PredictedUse()
         """Which idle block of a full tier goes first."""
@@ -77,28 +65,22 @@ class KVTiers:
     @property
     def slots(self) -> int:
         """Of all tiers together."""
-        return sum(one.slots for one in self.levels)
+        return sum(self.counts)
 
     def place(self, count: int) -> Block | None:
         """A pinned block for `count` bytes; None where all slots are needed by requests."""
         for level in range(len(self.levels)):
             if self._clear(level):
-                return Block(level, self.levels[level].free.pop(), count, pins=1)
+                return Block(level, self.levels[level].take(self.slot), count, pins=1)
         return None
 
     def begin_write(self, block: Block, x: Tensor) -> Pending:
         """Begin to write uint8 [block.size]."""
-        found = self.levels[block.level]
-        found.written += block.size
-        with outside_modes():
-            return found.tier.begin_write(block.slot, x)
+        return self.levels[block.level].begin_write(block.slot, x)
 
     def begin_read(self, block: Block, x: Tensor) -> Pending:
         """Begin to read it into uint8 [block.size]."""
-        found = self.levels[block.level]
-        found.read += block.size
-        with outside_modes():
-            return found.tier.begin_read(block.slot, x)
+        return self.levels[block.level].begin_read([block.slot], x)
 
     def pin(self, block: Block) -> None:
         """One more request needs it."""
@@ -113,7 +95,7 @@ class KVTiers:
         if block.keys:
             self.idle[block.level][block] = None
         else:
-            self.levels[block.level].free.append(block.slot)
+            self.levels[block.level].give_back(block.slot)
 
     def touch(self, block: Block) -> None:
         """It was used."""
@@ -133,18 +115,19 @@ class KVTiers:
 
     def _clear(self, level: int) -> bool:
         """Make sure that a slot of a level is free; False where requests need all."""
-        found, idle = self.levels[level], self.idle[level]
-        if not found.free and idle:
+        slots, idle = self.levels[level], self.idle[level]
+        free = slots.free[self.slot]
+        if not free and idle:
             block = self._victim(idle)
             if level + 1 < len(self.levels) and self._clear(level + 1):
                 del idle[block]
                 slot = block.slot
                 self.move(block, level + 1)
-                found.free.append(slot)
+                slots.give_back(slot)
                 self.idle[level + 1][block] = None
             else:
                 self._drop(level, block)
-        return bool(found.free)
+        return bool(free)
 
     def _victim(self, idle: dict[Block, None]) -> Block:
         """Of a block with several pages, the first one that its prompts need decides."""
@@ -158,7 +141,7 @@ class KVTiers:
         self.dropped(block)
         for key in block.keys:
             self.uses.left(key)
-        self.levels[level].free.append(block.slot)
+        self.levels[level].give_back(block.slot)
 
 
 # Eviction by predicted next use: the prefix with the least retention index goes first.

@@ -19,9 +19,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import BudgetError, ConfigError, UnsupportedModelError
+from hyper_parallel.inference.kv_cache.tier_slots import Moved
 from hyper_parallel.inference.tiered_cache.layer import RowOrders, TieredLayer, TieredSlidingLayer, _Tiered
 from hyper_parallel.inference.tiered_cache.split import LayerSize, Split, block_tokens, smallest_budget, split
-from hyper_parallel.inference.tiered_cache.transfers import Moved, TierBlocks, Transfers
+from hyper_parallel.inference.tiered_cache.transfers import TierBlocks, Transfers
 from hyper_parallel.offloading.open_tiers import open_tiers
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.units import format_bytes, parse_bytes
@@ -217,7 +218,7 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
     @property
     def report(self) -> TieredCacheReport:
         """Bytes on the device and moved by each tier."""
-        moved = dict(self._transfers.blocks.moved)
+        moved = {tier.name: tier.moved for tier in self._transfers.blocks.tiers}
         for name, one in self._tiers_wanted.items():
             if one is not None:
                 moved.setdefault(name, Moved())

@@ -269,7 +269,7 @@ class _Tiered:
         """Free the blocks before the window."""
         first = self._first_read()
         while self.blocks and self.blocks[0].end <= first:
-            self.transfers.blocks.free(self.blocks.pop(0).place)
+            self.blocks.pop(0).place.free()
 
     def needed(self) -> list[Block]:
         """Blocks that the next update reads."""
@@ -353,7 +353,7 @@ class _Tiered:
             self._tail, self._end = None, end
             self._account()
             while self.blocks and self.blocks[-1].first >= end:
-                self.transfers.blocks.free(self.blocks.pop().place)
+                self.blocks.pop().place.free()
             self._tail_first = end
             if self.blocks and self.blocks[-1].end > end:
                 self._take_back(self.blocks.pop())
@@ -366,14 +366,14 @@ class _Tiered:
         keys, values = self._known.empty(self.rows, count)
         copy = functools.partial(self._copy_blocks, keys, values, block.first)
         self.transfers.read([block], self._known.device, copy)
-        self.transfers.blocks.free(block.place)
+        block.place.free()
         self._tail_first = self._end = block.first
         self._append(keys, values)
 
     def reset(self) -> None:
         """Empty, and resident again."""
         for block in self.blocks:
-            self.transfers.blocks.free(block.place)
+            block.place.free()
         self.blocks.clear()
         self._keys = self._values = self._tail = None
         self._account()

@@ -11,61 +11,38 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hyper_parallel.compat.memory import StorageReference
 from hyper_parallel.errors import BudgetError, TierError
-from hyper_parallel.offloading.tiers import Pending, Tier, begin_reads
+from hyper_parallel.inference.kv_cache.tier_slots import TierSlots
+from hyper_parallel.offloading.tiers import Pending, Tier
 from hyper_parallel.units import format_bytes
-
-# Blocks of a KV cache in memory tiers: slots that are reserved as the cache grows, the fastest tier with room first.
-#
-# A tier takes memory for a set of slots at once, so slots are reserved some at a time and used again by blocks of the
-# same size. A slot does not move while it holds a block, unless the tier is full and free slots have another size.
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a block lies."""
 
-    tier: str
+    tier: TierSlots
     slot: int
     bytes: int
 
-
-@dataclass
-class Moved:
-    """What one tier moved, in bytes and copies, and what it holds now."""
-
-    written: int = 0
-    writes: int = 0
-    read: int = 0
-    reads: int = 0
-    held: int = 0
-
-
-@dataclass
-class _Slots:
-    tier: Tier
-    sizes: dict[int, int] = field(default_factory=dict)
-    offsets: dict[int, int] = field(default_factory=dict)
-    free: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Bytes of a slot to the slots that hold nothing."""
-    next: int = 0
-    end: int = 0
+    def free(self) -> None:
+        """The block is not needed any more."""
+        self.tier.give_back(self.slot)
 
 
 class TierBlocks:
     """Blocks of bytes in `tiers`, by name, the fastest first. Closed at the latest when it is collected."""
 
     def __init__(self, tiers: Mapping[str, Tier]) -> None:
-        self.moved = {name: Moved() for name in tiers}
-        self._slots = {name: _Slots(tier) for name, tier in tiers.items()}
+        self.tiers = [TierSlots(name, tier) for name, tier in tiers.items()]
         self._end = weakref.finalize(self, _close, list(tiers.values()))
 
     def close(self) -> None:
@@ -74,88 +51,32 @@ class TierBlocks:
 
     def write(self, x: Tensor) -> tuple[Place, Pending]:
         """Begin to copy uint8 [n] to the first tier with room. Raises TierError where none has."""
-        name, slot = self._take(x.numel())
-        moved = self.moved[name]
-        moved.written, moved.writes = moved.written + x.numel(), moved.writes + 1
-        moved.held += x.numel()
-        return Place(name, slot, x.numel()), self._slots[name].tier.begin_write(slot, x)
+        tier = self._with_room(x.numel())
+        slot = tier.take(x.numel())
+        return Place(tier, slot, x.numel()), tier.begin_write(slot, x)
 
-    def read(self, places: Sequence[Place], x: Tensor) -> Pending:
-        """Begin to copy blocks of one tier and size to uint8 [blocks, n]."""
-        tier = places[0].tier
-        moved = self.moved[tier]
-        moved.read, moved.reads = moved.read + x.numel(), moved.reads + 1
-        return begin_reads(self._slots[tier].tier, [place.slot for place in places], x)
-
-    def free(self, place: Place) -> None:
-        """The block is not needed any more."""
-        self.moved[place.tier].held -= place.bytes
-        self._slots[place.tier].free[place.bytes].append(place.slot)
-
-    def _take(self, size: int) -> tuple[str, int]:
+    def _with_room(self, size: int) -> TierSlots:
         failure: TierError | None = None
-        for name, slots in self._slots.items():
+        for tier in self.tiers:
             try:
-                if not slots.free[size] and not _grow(slots, size) and not _packed(slots, size):
-                    continue
-            except (
-                TierError
-            ) as error:  # the machine, the disk, or other users of the pool leave less than was set
+                if tier.has_room(size):
+                    return tier
+            except TierError as error:  # the next tier may have room
                 failure = error
-                continue
-            return name, slots.free[size].pop()
         if failure is not None:
             raise failure
-        if not self._slots:
+        if not self.tiers:
             raise TierError(
                 "keys and values that do not fit into device have no tier to go to; set host or pool to a number of "
                 "bytes, or flash to a folder"
             )
         full = ", ".join(
-            f"{name} holds {format_bytes(self.moved[name].held)} of {format_bytes(slots.tier.capacity)}"
-            for name, slots in self._slots.items()
+            f"{one.name} holds {format_bytes(one.moved.held)} of {format_bytes(one.tier.capacity)}"
+            for one in self.tiers
         )
         raise TierError(
             f"the tiers of the cache are full ({full}); raise host or pool, or set flash to a folder on a larger disk"
         )
-
-
-def _grow(slots: _Slots, size: int) -> bool:
-    """Reserve more slots of this size, a quarter of what there is, as far as there is room; whether there are any."""
-    step = -(-size // slots.tier.align) * slots.tier.align
-    room = (slots.tier.capacity - slots.end) // step
-    for count in sorted({min(room, max(4, slots.end // 4 // step)), min(room, 1)}, reverse=True):
-        if count == 0:
-            return False
-        fresh = {slots.next + i: slots.end + i * step for i in range(count)}
-        try:
-            slots.tier.reserve(slots.sizes | dict.fromkeys(fresh, size), slots.offsets | fresh)
-        except TierError:
-            if count == 1:
-                raise
-            continue
-        slots.sizes |= dict.fromkeys(fresh, size)
-        slots.offsets |= fresh
-        slots.free[size] += reversed(fresh)
-        slots.next, slots.end = slots.next + count, slots.end + count * step
-        break
-    return True
-
-
-def _packed(slots: _Slots, size: int) -> bool:
-    """Give up free slots of other sizes, move the rest together, and reserve slots of this size in their place."""
-    free = {slot for found in slots.free.values() for slot in found}
-    if not free:
-        return False
-    sizes = {slot: count for slot, count in slots.sizes.items() if slot not in free}
-    offsets, end = dict[int, int](), 0
-    for slot in sorted(sizes, key=slots.offsets.__getitem__):
-        offsets[slot] = end
-        end += -(-sizes[slot] // slots.tier.align) * slots.tier.align
-    slots.tier.reserve(sizes, offsets)
-    slots.sizes, slots.offsets, slots.end = sizes, offsets, end
-    slots.free.clear()
-    return _grow(slots, size)
 
 
 def _close(tiers: list[Tier]) -> None:
@@ -316,7 +237,7 @@ class Transfers:
             if self._under_way + size > self.window:
                 break
             buffer = self._buffer(size, device)
-            pending = self.blocks.read([block.place for block in group], buffer.view(len(group), -1))
+            pending = group[0].place.tier.begin_read([block.place.slot for block in group], buffer)
             self._reads.append(_Copy(group, buffer, pending))
             self._count(size)
             begun += len(group)
@@ -328,8 +249,8 @@ class Transfers:
         most = min(GROUP, self.window // 2, self.window - self._under_way) // first.place.bytes
 
         def alike(one: Block) -> bool:
-            return (one.place.tier, one.place.bytes, one.count, one.epoch) == (
-                first.place.tier,
+            return (one.place.tier.name, one.place.bytes, one.count, one.epoch) == (
+                first.place.tier.name,
                 first.place.bytes,
                 first.count,
                 first.epoch,

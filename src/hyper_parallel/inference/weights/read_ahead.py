@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.errors import UnsupportedModelError
+from hyper_parallel.inference.runs import Run, RunAllocator
 from hyper_parallel.inference.weights.tiers import WeightTiers
 from hyper_parallel.inference.weights.units import ALIGN, Unit
 from hyper_parallel.offloading.tiers import Pending
@@ -81,7 +82,7 @@ class ReadAhead:
                 pending.wait()
             self.stall += time.perf_counter() - started
             found.pending = []
-            memory = self.memory[found.region.first : found.region.last]
+            memory = self.memory[found.region.first : found.region.end]
             if unit.expert is None:
                 self._seen.append(unit)
                 self._advance(unit)
@@ -138,10 +139,10 @@ class ReadAhead:
             self._loaded[unit] = self._read(unit, region)
         return region is not None
 
-    def _read(self, unit: Unit, region: Region) -> _Loaded:
-        return _Loaded(region, self._tiers.begin_read(unit, self.memory[region.first : region.last]))
+    def _read(self, unit: Unit, region: Run) -> _Loaded:
+        return _Loaded(region, self._tiers.begin_read(unit, self.memory[region.first : region.end]))
 
-    def _room_for(self, unit: Unit) -> Region:
+    def _room_for(self, unit: Unit) -> Run:
         """Room for a module that was not foreseen, in place of what was read for later."""
         while (region := self._buffer.take(unit.bytes)) is None:
             idle = next((other for other in reversed(self._loaded) if not self._loaded[other].uses), None)
@@ -163,68 +164,33 @@ class ReadAhead:
 class _Loaded:
     """A module whose bytes are in the buffer, or on their way."""
 
-    def __init__(self, region: Region, pending: list[Pending]) -> None:
+    def __init__(self, region: Run, pending: list[Pending]) -> None:
         self.region, self.pending, self.uses = region, pending, 0
 
 
-# The buffer of streamed weights: regions that live for one use, taken alternately from both ends.
-#
-# Of modules that are used one after the other, each is placed at the lowest gap or at the highest in turn. With room
-# for any two neighbours, the one that computes and the one that is read always fit, however their sizes vary.
-
-
-@dataclass(frozen=True)
-class Region:
-    """Bytes `first` to `last - 1`."""
-
-    first: int
-    last: int
-
-    @property
-    def bytes(self) -> int:
-        """How many."""
-        return self.last - self.first
-
-
 class StreamBuffer:
-    """Which bytes of `size` are in use."""
+    """Which bytes of `size` are in use: regions that live for one use, taken alternately from both ends.
+
+    Of modules that are used one after the other, each is placed at the lowest gap or at the highest in turn. With room
+    for any two neighbours, the one that computes and the one that is read always fit, however their sizes vary.
+    """
 
     def __init__(self, size: int) -> None:
-        self.size = size // ALIGN * ALIGN
-        self._used: list[Region] = []
+        self._bytes = RunAllocator(size // ALIGN * ALIGN)
         self._high = False
 
-    def take(self, count: int, spare: int = 0) -> Region | None:
+    def take(self, count: int, spare: int = 0) -> Run | None:
         """A region of `count` bytes, a multiple of `ALIGN`; None where no gap has as many, or where none of `spare`
         bytes is left then."""
-        every = self._gaps()
-        gaps = [gap for gap in every if gap.bytes >= count]
-        if not gaps:
+        found = self._bytes.allocate_run(count, high=self._high)
+        if found is None:
             return None
-        found = (
-            Region(gaps[-1].last - count, gaps[-1].last)
-            if self._high
-            else Region(gaps[0].first, gaps[0].first + count)
-        )
-        if spare and not self._leaves(every, found, spare):
+        if self._bytes.longest < spare:
+            self.give(found)
             return None
         self._high = not self._high
-        self._used = sorted([*self._used, found], key=lambda one: one.first)
         return found
 
-    def _gaps(self) -> list[Region]:
-        firsts, lasts = (
-            [0, *(one.last for one in self._used)],
-            [*(one.first for one in self._used), self.size],
-        )
-        return [Region(first, last) for first, last in zip(firsts, lasts, strict=True)]
-
-    def _leaves(self, gaps: list[Region], taken: Region, spare: int) -> bool:
-        """Whether a gap has `spare` bytes without a region at one of its ends."""
-        return any(
-            gap.bytes - (taken.bytes if gap.first <= taken.first < gap.last else 0) >= spare for gap in gaps
-        )
-
-    def give(self, region: Region) -> None:
+    def give(self, region: Run) -> None:
         """Give a region back."""
-        self._used.remove(region)
+        self._bytes.release([region])

@@ -25,7 +25,7 @@ from hyper_parallel.offloading.tiers import Pending, Tier, Workplace
 from hyper_parallel.shard.folder_weights import FolderWeights
 from hyper_parallel.shard.load_weights import initial_values
 from hyper_parallel.shard.safetensors_folder import Folder
-from hyper_parallel.units import format_bytes
+from hyper_parallel.units import format_bytes, round_up
 
 Fill = Callable[[Unit, int, Tensor], None]
 """Puts a module's bytes, from one on, into a buffer: all of them, or whole rows of a table."""
@@ -77,7 +77,7 @@ class WeightTiers:
         self.bytes = {name: sum(found.values()) for name, found in sizes.items()}
         """Bytes of weights in each tier."""
         self.taken = {
-            name: sum(-(-count // tiers[name].align) * tiers[name].align for count in found.values())
+            name: sum(round_up(count, tiers[name].align) for count in found.values())
             for name, found in sizes.items()
         }
         """Bytes of each tier that these need."""
@@ -188,13 +188,13 @@ def _cuts(unit: Unit) -> list[tuple[int, int]]:
     """First and last byte of each slot."""
     if not unit.tables:
         return [(0, unit.bytes)]
-    size = -(-_ROWS // unit.row) * unit.row
+    size = round_up(_ROWS, unit.row)
     end = unit.parts[0].bytes
     return [(first, min(first + size, end)) for first in range(0, end, size)]
 
 
 def _rounded(unit: Unit, tier: Tier) -> int:
-    return sum(-(-(last - first) // tier.align) * tier.align for first, last in _cuts(unit))
+    return sum(round_up(last - first, tier.align) for first, last in _cuts(unit))
 
 
 def _shares(units: Sequence[Unit], room: Mapping[str, int]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.memory_plan import Module
 from hyper_parallel.shard.experts.plan import is_experts
 from hyper_parallel.shard.model_structure import layers_of
+from hyper_parallel.units import round_up
 
 SPLIT = 16 << 20
 """Bytes above which a module is streamed in parts: a few milliseconds of reading from a fast disk."""
@@ -142,7 +143,7 @@ def _experts(name: str, module: nn.Module, count: int) -> Iterator[Unit]:
                 parts.append(
                     Part(where, f"{name}.{own}", parameter.shape[1:], parameter.dtype, at, expert=expert)
                 )
-                at += -(-parts[-1].bytes // ALIGN) * ALIGN
+                at += round_up(parts[-1].bytes, ALIGN)
         yield Unit(name, module, tuple(parts), at, expert=expert, experts=count)
 
 
@@ -166,7 +167,7 @@ def _unit(
         tables += outside
         own = tuple((owner, own) for owner, own, _ in owners[key])
         parts.append(Part(own, owners[key][0][2], parameter.shape, parameter.dtype, at))
-        at += -(-parts[-1].bytes // ALIGN) * ALIGN
+        at += round_up(parts[-1].bytes, ALIGN)
     if _is_table(module) and len(parts) == 1:
         tables.append(module)
     return Unit(name, module, tuple(parts), at, tuple(tables)) if parts else None

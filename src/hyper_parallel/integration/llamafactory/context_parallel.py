@@ -44,9 +44,8 @@ def get_dp_rank(hp_args: Any) -> int:
 
 def get_cp_group_ranks(hp_args: Any) -> tuple[int, ...]:
     """The ranks that compute on the same rows as this one, in order."""
-    size = int(hp_args.cp_size)
-    first = get_dp_rank(hp_args) * size
-    return tuple(range(first, first + size))
+    size, share = int(hp_args.cp_size), get_dp_rank(hp_args)
+    return tuple(range(share * size, (share + 1) * size))
 
 
 def get_cp_group(hp_args: Any) -> dist.ProcessGroup | None:

@@ -306,7 +306,9 @@ def with_plugin(strategy: Strategy, model: nn.Module, accelerator: Any, argument
             "FSDP's ignored_modules are not taken over: every parameter is spread; leave fsdp_ignored_modules out"
         )
     memory = strategy.memory
-    if arguments.reshard_after_forward is None and memory.shard == "parameters" and _keeps(plugin):
+    # FSDP1's strategies are strings here; only FSDP2's False says that gathered parameters stay.
+    keeps = getattr(plugin, "reshard_after_forward", None) is False
+    if arguments.reshard_after_forward is None and memory.shard == "parameters" and keeps:
         memory = memory.model_copy(update={"reshard_after_forward": False})
     if without_checkpoint_wrappers(model):
         memory = memory.model_copy(update={"recompute": "layer"})
@@ -315,17 +317,13 @@ def with_plugin(strategy: Strategy, model: nn.Module, accelerator: Any, argument
     )
 
 
-def _keeps(plugin: Any) -> bool:
-    # FSDP1's strategies are strings here; only FSDP2's False says that gathered parameters stay.
-    return getattr(plugin, "reshard_after_forward", None) is False
-
-
 def _precision(strategy: Strategy, model: nn.Module, accelerator: Any, arguments: Any) -> Any:
     mixed = str(getattr(accelerator, "mixed_precision", "no"))
     if mixed not in ("no", "bf16"):
         raise IntegrationError(f"mixed precision {mixed!r} is not supported; use bf16: true, or neither")
     policy = getattr(accelerator.state.fsdp_plugin, "mixed_precision_policy", None)
-    kept = "float32" if mixed != "no" else _name(_dtype_of(model))
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    kept = "float32" if mixed != "no" else _name(own)
     compute = arguments.param_dtype or getattr(policy, "param_dtype", None) or kept
     reduce = arguments.reduce_dtype or getattr(policy, "reduce_dtype", None) or compute
     given = {"param": kept, "compute": _name(compute), "reduce": _name(reduce)}
@@ -338,10 +336,6 @@ def _name(dtype: Any) -> str:
         known = " and ".join(dict.fromkeys(DTYPES.values()))
         raise IntegrationError(f"parameters, arithmetic and gradients may be {known}; got {name}")
     return DTYPES[name]
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def without_checkpoint_wrappers(model: nn.Module) -> bool:
