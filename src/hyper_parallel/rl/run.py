@@ -14,7 +14,7 @@ from typing import Any
 from hyper_parallel.checkpoint.durable import explained
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import RewardError
-from hyper_parallel.launch.roles.protocol import Engine
+from hyper_parallel.launch.roles.engine import Engine
 from hyper_parallel.launch.run_folder import RunFolder, run_lock
 from hyper_parallel.proc import room_for_files
 from hyper_parallel.rl.controller.controller import Controller, LoopState

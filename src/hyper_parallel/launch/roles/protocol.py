@@ -18,10 +18,10 @@ import pickle
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from hyper_parallel import errors
 from hyper_parallel.config.launch import RoleLaunch
@@ -94,68 +94,6 @@ def wait_any(futures: Iterable[Future], timeout_s: float | None = None) -> list[
         concurrent.futures.wait(inner, min(timeout_s, 1.0), concurrent.futures.FIRST_COMPLETED)
         timeout_s -= 1.0
     return [one for one in waited if one.done()]
-
-
-class Group(Protocol):
-    """Workers with one default process group. Its methods may be called from several threads."""
-
-    @property
-    def name(self) -> str:
-        """Of the config."""
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-
-    @property
-    def ready(self) -> Future:
-        """Done when all workers have made their host object, or could not; its result says nothing."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether calls can succeed: all workers are there, and none has failed its group. Also while it starts."""
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank; empty until the processes are there."""
-
-    def call(self, instructions: Sequence[Instruction], *, timeout_s: float, what: str = "") -> Future:
-        """Send every rank the same list. Returns at once; calls wait for their turn in the group's queue.
-
-        `timeout_s`: seconds from now, that wait included, after which the future ends. `what`: the step, for messages.
-        """
-
-    def call_each(
-        self, instructions: Sequence[Sequence[Instruction]], *, timeout_s: float, what: str = ""
-    ) -> Future:
-        """`call` with a list for each rank, in their order. Lists may differ in length."""
-
-    def kill(self) -> None:
-        """Kill the workers; calls that are open fail. The group can be restarted."""
-
-    def restart(self, *, timeout_s: float) -> Future:
-        """Kill what is left and start anew with the same config: new processes, a new process group, new host objects.
-
-        Returns the new `ready`, which ends within `timeout_s` seconds.
-        """
-
-
-class Engine(Protocol):
-    """Starts groups. A context manager: no worker outlives it, nor the process that made it."""
-
-    def start(self, config: RoleLaunch, *, timeout_s: float) -> Group:
-        """Start a group; returns before its workers are there, so that groups start at the same time.
-
-        `timeout_s`: seconds until all of its host objects must have been made. Raises LaunchError when it cannot be
-        started; what fails later is raised by `Group.ready`.
-        """
-
-    def close(self) -> None:
-        """End all workers; a second call does nothing."""
-
-    def __enter__(self) -> Engine: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 # Messages between a worker of a group and its engine, and their framing on a socket.

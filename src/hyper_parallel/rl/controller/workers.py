@@ -13,8 +13,9 @@ from typing import Any, Literal
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import WeightsError
+from hyper_parallel.launch.roles.engine import Engine, Group
 from hyper_parallel.launch.roles.local import LocalEngine
-from hyper_parallel.launch.roles.protocol import Engine, Future, Group, Instruction
+from hyper_parallel.launch.roles.protocol import Future, Instruction
 from hyper_parallel.strategy import Strategy
 
 Role = Literal["actor", "rollout", "reference", "critic", "reward"]
