@@ -1,7 +1,9 @@
-"""Processes and the system as Linux describes them: memory, the holders of file locks, the limit on open files."""
+"""Processes and the system as Linux describes them: memory, file locks and their holders, open files."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import resource
@@ -34,6 +36,25 @@ def bytes_in(path: str, key: str) -> int | None:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     return None
+
+
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""What flock says on a file system without locks; EBADF on NFS, of a file that is open for reading only."""
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file for this process, which closing it undoes; False where another descriptor has the lock, None on
+    a file system without locks. Never waits. Raises OSError.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return None
+    return True
 
 
 def lock_holder(path: Path) -> int | None:
