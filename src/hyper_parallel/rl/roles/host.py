@@ -352,7 +352,7 @@ class WeightLinks:
             TransferOptions(**options),
             colocated=gives is not None and takes is not None,
         )
-        rank = plan.source_rank(self._rank) if gives is not None else plan.target_rank(self._rank)
+        rank = self._rank if gives is not None else plan.target_rank(self._rank)
         self._links[link] = connect(
             plan,
             rank,

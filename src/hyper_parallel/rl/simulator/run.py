@@ -243,27 +243,14 @@ class CapacityQueue(StalenessQueue[Any]):
 # out can be better, but for the sampled lengths, whose mean the bound takes from their distribution.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """The devices of each role."""
+def best_split(setup: RlSimulation) -> LoopResult:
+    """The loop of the split of `setup.devices` with the least time per step; the fewest rollouts among equals.
 
-    rollout: int
-    train: int
-    result: LoopResult
-    """The loop that they give, simulated."""
-    simulated: int
-    """How many splits were simulated."""
-
-
-def best_split(setup: RlSimulation) -> Split:
-    """The split of `setup.devices` with the least time per step; the fewest rollouts among equals. Raises ConfigError
-    as `simulate_loop`."""
+    Raises ConfigError as `simulate_loop`.
+    """
     engine = setup.generation.engine
-    found = ranked_splits(
-        setup, [(rollout, setup.devices - rollout) for rollout in range(engine, setup.devices, engine)], 1
-    )
-    best = found[0]
-    return Split(rollout=best.rollout_devices, train=best.train_devices, result=best, simulated=len(found))
+    splits = [(rollout, setup.devices - rollout) for rollout in range(engine, setup.devices, engine)]
+    return ranked_splits(setup, splits, 1)[0]
 
 
 def ranked_splits(setup: RlSimulation, splits: Sequence[tuple[int, int]], first: int = 2) -> list[LoopResult]:
@@ -365,7 +352,7 @@ def compare(setup: RlSimulation, progress: Callable[[str], None] = lambda _: Non
     colocated = simulate_colocated(setup)
     if setup.rollout == "auto":
         progress("choosing the split of the devices")
-        first = best_split(setup).result
+        first = best_split(setup)
     else:
         progress(f"simulating {setup.order}")
         first = simulate_loop(setup)

@@ -130,10 +130,6 @@ class WeightPlan:
         """The number of ranks."""
         return self.source.world if self.colocated else self.source.world + self.target.world
 
-    def source_rank(self, rank: int) -> int:
-        """The plan's rank of a rank of the source."""
-        return rank
-
     def target_rank(self, rank: int) -> int:
         """The plan's rank of a rank of the target."""
         return rank if self.colocated else self.source.world + rank
