@@ -7,6 +7,7 @@ that is stopped, or hangs, only misses its deadline.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import select
 import signal
 import socket
@@ -16,13 +17,14 @@ from typing import Any
 
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
+from hyper_parallel.frames import FrameEnd
 from hyper_parallel.launch import rendezvous
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.forkserver import ForkServer, LocalWorkers, borrow, give_back
 from hyper_parallel.launch.rendezvous import WorkerPlace
 from hyper_parallel.launch.roles.call_queue import Call
 from hyper_parallel.launch.roles.engine import Engine, Group
-from hyper_parallel.launch.roles.protocol import TARGET, EngineEnd, Future, packed
+from hyper_parallel.launch.roles.protocol import TARGET, Future, packed
 
 LEAVE_S = 3.0
 """Seconds that workers have to leave when the engine is closed, before SIGKILL."""
@@ -40,7 +42,7 @@ class LocalGroup(Group):
     def __init__(self, engine: LocalEngine, config: RoleLaunch) -> None:
         super().__init__(engine, config)
         self._workers: LocalWorkers | None = None
-        self._ends: dict[int, EngineEnd] = {}
+        self._ends: dict[int, FrameEnd] = {}
         """The workers' sockets for calls."""
         self._hung_up: dict[int, float] = {}
         """When the socket of a worker was closed, before its exit status is known."""
@@ -75,10 +77,8 @@ class LocalGroup(Group):
                     calls=[theirs.fileno() for _, theirs in pairs],
                     logs=[str(self.log(rank)) for rank in range(world)],
                 )
-                self._ends, self._hung_up = (
-                    {rank: EngineEnd(ours) for rank, (ours, _) in enumerate(pairs)},
-                    {},
-                )
+                self._ends = {rank: FrameEnd(ours) for rank, (ours, _) in enumerate(pairs)}
+                self._hung_up.clear()
                 self.ready = self._queue.begin(timeout_s)
         return self.ready
 
@@ -170,8 +170,8 @@ class LocalGroup(Group):
     def _hear_answers(self, rank: int) -> None:
         end = self._ends[rank]
         end.flush()
-        for message in end.receive():
-            self._queue.heard(rank, message)
+        for body in end.receive():
+            self._queue.heard(rank, pickle.loads(body))
         if not end.open:
             self._hung_up.setdefault(rank, time.monotonic())
 
