@@ -46,8 +46,10 @@ def groups_of(config: RLConfig) -> list[GroupPlan]:
     else:
         size = rollout.spread.world
         copies = [rollout.placed[at : at + size] for at in range(0, len(rollout.placed), size)]
+        # The axes alone, for the launch: a rollout's memory is the role's own to keep to.
+        axes = Strategy(axes=rollout.spread.axes)
         apart += [
-            GroupPlan(f"rollout-{number}", ("rollout",), devices, _axes_of(rollout.spread), rollout.threads)
+            GroupPlan(f"rollout-{number}", ("rollout",), devices, axes, rollout.threads)
             for number, devices in enumerate(copies)
         ]
     if config.rl.kl:
@@ -84,11 +86,6 @@ def launch_of(config: RLConfig, plan: GroupPlan, workers: int, host: str = HOST)
         devices=plan.devices if config.launch.device != "cpu" and config.roles.engine == "local" else (),
         model_type=str(config.model.config["model_type"]) if config.model.config is not None else None,
     )
-
-
-def _axes_of(strategy: Strategy) -> Strategy:
-    """The axes alone, as `Strategy` has them, for the launch; a rollout's memory is the role's own to keep to."""
-    return Strategy(axes=strategy.axes)
 
 
 START_S = 600.0

@@ -177,7 +177,9 @@ def policy_loss(
     return LossSum(
         loss=reduce_tokens(terms, trained, settings.normalization, count),
         weight=trained.sum(),
-        sums={name: _token_sum(value, trained) for name, value in metrics.items()},
+        sums={
+            name: torch.where(trained, floats(value.detach()), 0.0).sum() for name, value in metrics.items()
+        },
     )
 
 
@@ -291,10 +293,6 @@ def _kept(name: str, values: Tensor, trained: Tensor) -> Tensor:
     """As float, 0 where not trained: what padding holds must reach neither the loss nor, as 0 · NaN, the gradient."""
     require_shape(name, values, trained)
     return torch.where(trained, floats(values), 0.0)
-
-
-def _token_sum(values: Tensor, trained: Tensor) -> Tensor:
-    return torch.where(trained, floats(values.detach()), 0.0).sum()
 
 
 # The critic's loss with clipped values (PPO).

@@ -119,7 +119,7 @@ def _run(
     )
     before = loop.run(setup.warmup * batches_per_step)
     after = loop.run((setup.warmup + setup.steps) * batches_per_step)
-    span = after.now - before.now
+    span, drawn = after.now - before.now, after.tokens - before.tokens
     busy, training = after.busy - before.busy, after.training - before.training
     devices = setup.devices
     used = busy * setup.generation.engine + training * actor
@@ -135,18 +135,13 @@ def _run(
         generating=busy / span / len(engines),
         training=training / span,
         bubble=1 - used / (devices * span),
-        running=(after.tokens - before.tokens)
-        and _mean_running(after.tokens - before.tokens, busy, per_pass, per_sequence),
+        # Answers per pass n: drawn tokens = passes n, and busy = passes p + drawn tokens s.
+        running=drawn * per_pass / (busy - drawn * per_sequence) if drawn and per_pass else 0.0,
         tokens=trained / setup.steps,
         wasted=wasted / max(1, wasted + trained),
         stale_groups=(now.stale.items - then.stale.items) / setup.steps,
         histogram=now.staleness,
     )
-
-
-def _mean_running(tokens: float, busy: float, per_pass: float, per_sequence: float) -> float:
-    """Answers per pass: tokens = passes n and busy = passes p + tokens s."""
-    return tokens * per_pass / (busy - tokens * per_sequence) if per_pass else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
