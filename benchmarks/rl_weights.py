@@ -31,6 +31,7 @@ from shapes import llama
 from harness import ranks
 from harness.weight_layouts import held, random_description
 from hyper_parallel.compat.process_groups import serve_store
+from hyper_parallel.config.rl_roles import WeightsConfig
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.rl.weights.description import Description
 from hyper_parallel.rl.weights.payload import (
@@ -42,7 +43,7 @@ from hyper_parallel.rl.weights.payload import (
     packed_bytes,
     payload_of,
 )
-from hyper_parallel.rl.weights.plan import TransferOptions, WeightPlan, plan_weights
+from hyper_parallel.rl.weights.plan import WeightPlan, plan_weights
 from hyper_parallel.rl.weights.transfer import Meeting, WeightTransfer, connect, describe, local_tensors
 
 BENCHMARK = Benchmark("rl_weights")
@@ -205,7 +206,7 @@ def deltas() -> list[dict[str, Any]]:
         model: Any = LlamaForCausalLM(LlamaConfig(**fields))
         described = describe(model, "actor")
         plans = {
-            dtype: plan_weights(described, replace(described, role="rollout"), TransferOptions(dtype=dtype))
+            dtype: plan_weights(described, replace(described, role="rollout"), WeightsConfig(dtype=dtype))
             for dtype in (None, "bfloat16")
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)

@@ -1,10 +1,15 @@
-"""Processes and the system as Linux describes them: memory, the holders of file locks, the limit on open files."""
+"""Processes and the system as Linux describes them: memory, file locks and their holders, ends, open files."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import logging
 import os
 import resource
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +39,25 @@ def bytes_in(path: str, key: str) -> int | None:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     return None
+
+
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""What flock says on a file system without locks; EBADF on NFS, of a file that is open for reading only."""
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file for this process, which closing it undoes; False where another descriptor has the lock, None on
+    a file system without locks. Never waits. Raises OSError.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return None
+    return True
 
 
 def lock_holder(path: Path) -> int | None:
@@ -105,6 +129,25 @@ def _status(process: int) -> list[str]:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def cores() -> int:
+    """The processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel send this process SIGKILL when `parent`, its parent's process id, ends (Linux only).
+
+    Elsewhere the processes notice by the closed pipe. Exits at once when the parent has gone already.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def room_for_files(workers: int) -> None:

@@ -14,7 +14,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import PREFIX, HyperParallelError
 from hyper_parallel.launch import run
 from hyper_parallel.launch.rendezvous import detect
-from hyper_parallel.launch.server import die_with
+from hyper_parallel.proc import die_with
 
 if __name__ == "__main__":
     if len(sys.argv) > 3:

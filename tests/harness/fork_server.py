@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.launch.server import die_with
+from hyper_parallel.proc import die_with
 
 _lock = threading.Lock()
 _started: int | None = None

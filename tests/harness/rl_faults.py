@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hyper_parallel.config.rl import RLConfig
+from hyper_parallel.launch.roles.engine import Group
 from hyper_parallel.launch.roles.local import LocalEngine
-from hyper_parallel.launch.roles.protocol import Group
 from hyper_parallel.rl.run import RLSummary, run
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hyper_parallel.config.rl_roles import WeightsConfig
 from hyper_parallel.rl.weights.description import Description
-from hyper_parallel.rl.weights.plan import TransferOptions, plan_weights
+from hyper_parallel.rl.weights.plan import plan_weights
 from hyper_parallel.rl.weights.transfer import Meeting, WeightTransfer, connect, describe, local_tensors
 from hyper_parallel.shard import parallelize
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
@@ -64,7 +65,7 @@ def connected(
     port: int,
     *,
     epoch: int = 0,
-    options: TransferOptions | None = None,
+    options: WeightsConfig | None = None,
     seconds: float = 20.0,
 ) -> WeightTransfer:
     """A rank's end of the transfer from actor to rollout."""

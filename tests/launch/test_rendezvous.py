@@ -10,7 +10,6 @@ import pytest
 from harness.commands import make_config, noted, running, wait_until
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch.forkserver import ForkServer
-from hyper_parallel.launch.heartbeat import PositionBoard
 from hyper_parallel.launch.rendezvous import WorkerPlace, interface, is_loopback, listen
 
 
@@ -61,8 +60,7 @@ def test_a_server_whose_command_is_gone_ends_with_its_workers(tmp_path: Path) ->
     server = ForkServer()
     place = WorkerPlace("local", 0, 1, 0, 1, "127.0.0.1", 0)
     try:
-        board = PositionBoard.create(1).descriptor
-        server.start([place], make_config(tmp_path, {}), "harness.targets:ignores_stop", [], None, board)
+        workers = server.start([place], make_config(tmp_path, {}), "harness.targets:ignores_stop", None)
         wait_until((tmp_path / "run/rank-0.json").exists, "the worker is at work")
         worker = noted(tmp_path, 0)["pid"]
         assert running(worker)
@@ -70,5 +68,6 @@ def test_a_server_whose_command_is_gone_ends_with_its_workers(tmp_path: Path) ->
         wait_until(
             lambda: server._process.poll() is not None and not running(worker), "both have ended", timeout=15
         )
+        workers.close()
     finally:
         server.close()

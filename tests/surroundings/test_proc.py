@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -17,7 +18,7 @@ from hyper_parallel import proc
 from hyper_parallel.data import cache
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.graph import artifacts
-from hyper_parallel.proc import LockWait, lock_holder, room_for_files
+from hyper_parallel.proc import LockWait, lock_holder, room_for_files, try_lock
 
 
 @contextlib.contextmanager
@@ -54,6 +55,30 @@ def test_a_lock_names_its_holder(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert lock_holder(path) == os.getpid()
     assert lock_holder(path) is None
+
+
+def test_one_descriptor_has_the_lock_until_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.lock"
+    path.touch()
+    with path.open() as first, path.open() as second:
+        assert try_lock(first.fileno()) is True and try_lock(second.fileno()) is False
+        first.close()
+        assert try_lock(second.fileno()) is True
+
+        def says(number: int) -> None:
+            def flock(*_: object) -> None:
+                raise OSError(number, os.strerror(number))
+
+            monkeypatch.setattr(fcntl, "flock", flock)
+
+        for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
+            says(number)
+            assert try_lock(second.fileno()) is None, "a file system without locks"
+        says(errno.EIO)
+        with pytest.raises(OSError, match="Input/output error"):
+            try_lock(second.fileno())
 
 
 def test_a_wait_is_said_once_with_path_and_process(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import functools
 import json
 import os
@@ -30,6 +28,7 @@ from hyper_parallel.compat import backend
 from hyper_parallel.compat.memory import present
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
+from hyper_parallel.proc import try_lock
 from hyper_parallel.units import format_bytes
 from hyper_parallel.untrusted import is_plain_name, open_lock
 
@@ -290,19 +289,19 @@ def open_folder(folder: Path) -> int | None:
     Raises CheckpointError if another run holds the lock, OSError if the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = open_lock(folder / LOCK)
+    descriptor = open_lock(folder / LOCK)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in file_format.stale(folder):
-            discard(path)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise CheckpointError(
-            f"another run is writing checkpoints into {folder}; wait for it, or give this run another 'out'"
-        ) from error
-    except OSError as error:
-        os.close(lock)
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            return None
+        locked = try_lock(descriptor)
+        if locked is False:
+            raise CheckpointError(
+                f"another run is writing checkpoints into {folder}; wait for it, or give this run another 'out'"
+            )
+        if locked:
+            for path in file_format.stale(folder):
+                discard(path)
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
         raise
-    return lock
+    os.close(descriptor)
+    return None

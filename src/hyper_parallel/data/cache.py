@@ -9,7 +9,6 @@ header and counts as absent.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import DataError
-from hyper_parallel.proc import LockWait
+from hyper_parallel.proc import LockWait, try_lock
 from hyper_parallel.untrusted import open_lock, open_regular, parse_json
 
 T = TypeVar("T")
@@ -170,17 +169,15 @@ def _locked(path: Path, timeout: float = _LOCK_SECONDS) -> Iterator[bool]:
         deadline = time.monotonic() + timeout
         alone, wait = False, LockWait(path)
         while not alone:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                alone = True
-            except BlockingIOError:
-                if wait.holder_ended():
-                    break
-                if time.monotonic() > deadline:
-                    log.warning("waited %.0f s for %s; going on without it", timeout, path)
-                    break
-                time.sleep(_POLL_SECONDS)
-            except OSError:  # a file system without locks
+            locked = try_lock(file.fileno())
+            if locked is None or (locked is False and wait.holder_ended()):
                 break
+            if locked:
+                alone = True
+            elif time.monotonic() > deadline:
+                log.warning("waited %.0f s for %s; going on without it", timeout, path)
+                break
+            else:
+                time.sleep(_POLL_SECONDS)
         # Closing the file frees the lock. It is not unlinked: another process may be about to lock it.
         yield alone

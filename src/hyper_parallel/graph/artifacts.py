@@ -6,7 +6,6 @@ The bytes are: magic · blake2b of the rest · the rest.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hyper_parallel.proc import LockWait
+from hyper_parallel.proc import LockWait, try_lock
 from hyper_parallel.untrusted import open_lock, own_folder
 
 _DIGEST = 16
@@ -161,11 +160,5 @@ def _of_file(path: Path) -> str:
 def _locked(path: Path, wait: LockWait) -> Iterator[bool]:
     """Tries to hold an exclusive lock; yields False when another process holds it that lives."""
     with os.fdopen(open_lock(path), "wb", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield wait.holder_ended()
-            return
-        except OSError:  # a file system without locks: making a thing twice is slower, never wrong
-            pass
-        yield True
+        # On a file system without locks, making a thing twice is slower, never wrong.
+        yield try_lock(file.fileno()) is not False or wait.holder_ended()

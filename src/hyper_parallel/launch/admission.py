@@ -119,7 +119,8 @@ def _prove(
         )
 
 
-def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> str:
+def _wait(store: Store, key: str, timeout: timedelta, otherwise: str, mend: str = "") -> str:
+    """The text of a key, once it is there. Raises LaunchError, which begins with `otherwise` and ends with `mend`."""
     from torch.distributed import DistError
 
     begun = time.monotonic()
@@ -129,7 +130,7 @@ def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> str:
     except (DistError, RuntimeError) as error:
         if time.monotonic() - begun < timeout.total_seconds():
             raise FollowsError("rank 0 has left, and its store with it") from error
-        raise LaunchError(f"{otherwise} within {timeout.total_seconds():.0f} s") from error
+        raise LaunchError(f"{otherwise} within {timeout.total_seconds():.0f} s{mend}") from error
 
 
 def _same(one: str, other: str) -> bool:
@@ -217,7 +218,7 @@ class Agreement:
         deadline = time.monotonic() + self._timeout
         while self._count("agreed") < self._world - 1:
             if self._store.check([f"{self._place}/difference"]):
-                verdict = self._text("difference")
+                verdict = bytes(self._store.get(f"{self._place}/difference")).decode(errors="replace")
                 self._store.set(f"{self._place}/verdict", verdict)
                 until = time.monotonic() + _SETTLE_S
                 while self._count("read") < self._world - 1 and time.monotonic() < until:
@@ -244,22 +245,13 @@ class Agreement:
         return verdict
 
     def _awaited(self, key: str) -> str:
-        from torch.distributed import DistError
-
-        begun = time.monotonic()
-        try:
-            self._store.wait([f"{self._place}/{key}"], timedelta(seconds=self._timeout))
-            return self._text(key)
-        except (DistError, RuntimeError) as error:
-            if time.monotonic() - begun < self._timeout:
-                raise FollowsError("rank 0 has left, and its store with it") from error
-            raise LaunchError(
-                f"rank 0 did not compare files within {self._timeout:.0f} s; see whether all ranks run the same "
-                "hyper-parallel"
-            ) from error
-
-    def _text(self, key: str) -> str:
-        return bytes(self._store.get(f"{self._place}/{key}")).decode(errors="replace")
+        return _wait(
+            self._store,
+            f"{self._place}/{key}",
+            timedelta(seconds=self._timeout),
+            "rank 0 did not compare files",
+            "; see whether all ranks run the same hyper-parallel",
+        )
 
     def _count(self, key: str) -> int:
         return int(self._store.add(f"{self._place}/{key}", 0))

@@ -23,7 +23,7 @@ from rich.table import Table
 from hyper_parallel._version import __version__
 from hyper_parallel.errors import ConfigError, HyperParallelError
 from hyper_parallel.launch import logs, rendezvous
-from hyper_parallel.proc import MEMORY, bytes_in
+from hyper_parallel.proc import MEMORY, bytes_in, cores
 from hyper_parallel.units import format_bytes
 
 PACKAGES = (
@@ -224,7 +224,6 @@ def _machine(warnings: list[dict[str, str]]) -> dict[str, Any]:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     disk = shutil.disk_usage(Path.cwd())
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if available < _LOW_MEMORY:
         _warn(
             warnings,
@@ -241,7 +240,7 @@ def _machine(warnings: list[dict[str, str]]) -> dict[str, Any]:
         _warn(warnings, f"a process may open only {files} files", "raise it: ulimit -n 65536")
     return {
         "cores": os.cpu_count(),
-        "cores usable": affinity,
+        "cores usable": cores(),
         "memory available": available,
         "disk free": disk.free,
         "open files": files,

@@ -97,6 +97,15 @@ def cause(failures: Sequence[Failure]) -> Failure | None:
     return next((failure for failure in ordered if failure.kind != "lost"), ordered[0] if ordered else None)
 
 
+SETTLE_S = 3.0
+"""Seconds that a lost connection waits for the failure that explains it, and a rank's error for the other ranks."""
+
+
+def settles_at(failures: Sequence[Failure]) -> float:
+    """When the first failure has waited long enough for others, on the clock of their times."""
+    return min(failure.time for failure in failures) + SETTLE_S
+
+
 def one_line(text: str) -> str:
     """Text with its lines joined by blanks."""
     return " ".join(text.split())

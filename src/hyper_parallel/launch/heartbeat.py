@@ -261,7 +261,7 @@ class PositionBoard:
         return Slot(self._memory[index * _SLOT : (index + 1) * _SLOT])
 
     def close(self) -> None:
-        """The command has read what it wanted."""
+        """Give up the descriptor, once the workers have it: what is mapped can be read and written still."""
         os.close(self.descriptor)
 
 

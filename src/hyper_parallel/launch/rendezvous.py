@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hyper_parallel.config.launch import LaunchConfig, Launched
 from hyper_parallel.errors import ConfigError, LaunchError, PlaceError
+from hyper_parallel.proc import cores
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -163,47 +164,53 @@ def detect(environ: Mapping[str, str], rendezvous: str) -> WorkerPlace | None:
     rendezvous is MASTER_ADDR and MASTER_PORT, else `rendezvous` (`launch.rendezvous`) if it states a port. Raises
     LaunchError if there is a launcher but no rendezvous, or if a variable is not a number.
     """
+    default: tuple[str, int] | None = None
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        world = _number(environ, "WORLD_SIZE")
+        launcher: Launcher = "torchrun"
+        world, rank = _number(environ, "WORLD_SIZE"), _number(environ, "RANK")
         local_world = _number(environ, "LOCAL_WORLD_SIZE", default=world)
-        rank = _number(environ, "RANK")
-        return _at(
-            "torchrun",
-            rank,
-            world,
-            _number(environ, "LOCAL_RANK", default=rank % local_world),
-            local_world,
-            environ,
-            rendezvous,
-        )
+        local_rank = _number(environ, "LOCAL_RANK", default=rank % local_world)
     # Within `salloc` or `sbatch`, without srun or with a single task, the command starts its workers itself.
-    if "SLURM_PROCID" in environ and _number(environ, "SLURM_STEP_NUM_TASKS", default=1) > 1:
-        world = _number(environ, "SLURM_STEP_NUM_TASKS")
+    elif "SLURM_PROCID" in environ and _number(environ, "SLURM_STEP_NUM_TASKS", default=1) > 1:
+        launcher = "slurm"
+        world, rank = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_PROCID")
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", str(world))
-        return _at(
-            "slurm",
-            _number(environ, "SLURM_PROCID"),
-            world,
-            _number(environ, "SLURM_LOCALID"),
-            tasks_on_node(tasks, _number(environ, "SLURM_NODEID", default=0)),
-            environ,
-            rendezvous,
-            default=_slurm_address(environ),
+        local_world = tasks_on_node(tasks, _number(environ, "SLURM_NODEID", default=0))
+        local_rank = _number(environ, "SLURM_LOCALID")
+        default = _slurm_address(environ)
+    else:
+        launcher = "mpi"
+        for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI"):
+            if f"{prefix}_RANK" in environ and _number(environ, f"{prefix}_SIZE", default=1) > 1:
+                break
+        else:
+            return None
+        world, rank = _number(environ, f"{prefix}_SIZE"), _number(environ, f"{prefix}_RANK")
+        known = _number(environ, f"{prefix}_LOCAL_SIZE", default=world)
+        local_world = _number(environ, "MPI_LOCALNRANKS", default=known)
+        known = _number(environ, f"{prefix}_LOCAL_RANK", default=rank % local_world)
+        local_rank = _number(environ, "MPI_LOCALRANKID", default=known)
+
+    for kind, index, count in (("rank", rank, world), ("local rank", local_rank, local_world)):
+        if not 0 <= index < count:
+            names = "RANK and WORLD_SIZE" if kind == "rank" else "LOCAL_RANK and LOCAL_WORLD_SIZE"
+            raise PlaceError(
+                f"{launcher} gives this process the {kind} {index} of {count}, and {kind}s are 0 to {count - 1}; "
+                f"correct {names if launcher == 'torchrun' else 'its environment'} in the launch script"
+            )
+    stated = split_address(rendezvous)
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        address: tuple[str, int] | None = (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
+    elif stated[1] != 0:
+        address = stated
+    else:
+        address = default
+    if address is None:
+        raise LaunchError(
+            f"started by {launcher} as rank {rank} of {world}, but nothing says where the workers meet; "
+            "set MASTER_ADDR and MASTER_PORT, or launch.rendezvous=host:port of the first machine"
         )
-    for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI"):
-        if f"{prefix}_RANK" in environ and _number(environ, f"{prefix}_SIZE", default=1) > 1:
-            world = _number(environ, f"{prefix}_SIZE")
-            rank = _number(environ, f"{prefix}_RANK")
-            local_world = _number(
-                environ, "MPI_LOCALNRANKS", default=_number(environ, f"{prefix}_LOCAL_SIZE", default=world)
-            )
-            local_rank = _number(
-                environ,
-                "MPI_LOCALRANKID",
-                default=_number(environ, f"{prefix}_LOCAL_RANK", default=rank % local_world),
-            )
-            return _at("mpi", rank, world, local_rank, local_world, environ, rendezvous)
-    return None
+    return WorkerPlace(launcher, rank, world, local_rank, local_world, *address)
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
@@ -233,38 +240,6 @@ def _slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     # that the tasks share. 20000 ports below the range from which systems hand out ephemeral ones.
     job, step = (_number(environ, key, default=0) for key in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return first_node(nodes), 10000 + (job * 7 + step) % 20000
-
-
-def _at(
-    launcher: Launcher,
-    rank: int,
-    world: int,
-    local_rank: int,
-    local_world: int,
-    environ: Mapping[str, str],
-    rendezvous: str,
-    default: tuple[str, int] | None = None,
-) -> WorkerPlace:
-    for kind, index, count in (("rank", rank, world), ("local rank", local_rank, local_world)):
-        if not 0 <= index < count:
-            names = "RANK and WORLD_SIZE" if kind == "rank" else "LOCAL_RANK and LOCAL_WORLD_SIZE"
-            raise PlaceError(
-                f"{launcher} gives this process the {kind} {index} of {count}, and {kind}s are 0 to {count - 1}; "
-                f"correct {names if launcher == 'torchrun' else 'its environment'} in the launch script"
-            )
-    stated = split_address(rendezvous)
-    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        address: tuple[str, int] | None = (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
-    elif stated[1] != 0:
-        address = stated
-    else:
-        address = default
-    if address is None:
-        raise LaunchError(
-            f"started by {launcher} as rank {rank} of {world}, but nothing says where the workers meet; "
-            "set MASTER_ADDR and MASTER_PORT, or launch.rendezvous=host:port of the first machine"
-        )
-    return WorkerPlace(launcher, rank, world, local_rank, local_world, *address)
 
 
 def _number(environ: Mapping[str, str], key: str, default: int | None = None) -> int:
@@ -308,8 +283,7 @@ def devices_here(launch: LaunchConfig) -> tuple[int, str]:
         for found in compat.accelerators():
             if launch.device in ("auto", found.name):
                 return found.device_count(), f"{found.name} devices"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores, "cores"
+    return cores(), "cores"
 
 
 def wrong_world(config: Launched, place: WorkerPlace) -> str | None:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import TextIO
 
 from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import PREFIX, LaunchError
 from hyper_parallel.launch import rendezvous
 from hyper_parallel.launch.external_launcher import run_joined
-from hyper_parallel.launch.failure import Failure, cause, watch_steps
-from hyper_parallel.launch.forkserver import ForkServer, fork_server
-from hyper_parallel.launch.heartbeat import Beat, PositionBoard
+from hyper_parallel.launch.failure import Failure, cause, settles_at, watch_steps
+from hyper_parallel.launch.forkserver import LocalWorkers, fork_server
 from hyper_parallel.launch.rendezvous import WorkerPlace, detect, split_address, workers_of
 from hyper_parallel.launch.run_folder import RunFolder, run_lock
 from hyper_parallel.launch.stop import SAVE, STOPS, handling
-from hyper_parallel.launch.watchdog import Activities, Watchdog
 from hyper_parallel.proc import room_for_files
 
 
@@ -44,8 +40,6 @@ def run(config: Launched, target: str) -> int:
     return run_joined(config, target, place)
 
 
-SETTLE_S = 3.0
-"""Seconds that a lost connection waits for the failure that explains it."""
 END_S = 5.0
 """Seconds that workers have to end after another one has failed, before SIGKILL."""
 INTERRUPTED = 130
@@ -99,22 +93,17 @@ _BEGIN_LINE = "\r\x1b[2K"
 
 
 class _Watch:
-    """The state of one run: live workers, failures, and pending requests."""
+    """The state of one run: failures are its workers', pending requests are here."""
 
     def __init__(self, config: Launched) -> None:
         self.config = config
-        self.alive: dict[int, Connection] = {}
-        self.failures: list[Failure] = []
         self.asked: float | None = None  # when a signal first asked the run to stop
         self.at_once = False  # Ctrl-C came again
         self.saves = 0  # how often a signal asked for a checkpoint
         self.suspended = False  # Ctrl-Z
         self.told: str | None = None  # the last order to the workers that ends them
         self.kill_at = float("inf")
-        self.started = False
         self.shown = False
-        self.watchdog: Watchdog | None = None
-        self.activities = Activities({})
         self.left = False  # some worker ended because it was asked to before it had anything to save
 
     def run(self, places: Sequence[WorkerPlace], target: str, listener: socket.socket | None) -> int:
@@ -123,55 +112,45 @@ class _Watch:
             SAVE: lambda number, frame: self._ask(number),
             signal.SIGTSTP: lambda number, frame: setattr(self, "suspended", True),
         }
+        workers: LocalWorkers | None = None
         with handling(handlers):
             # Beside a budget's copies a team of threads has not all cores to itself.
             server = fork_server(spins=self.config.strategy.memory.device is None)
-            board = PositionBoard.create(len(places))
             try:
-                preload = _preload(self.config, target)
-                reports = server.start(places, self.config, target, preload, listener, board.descriptor)
-                self.alive = {place.rank: end for place, end in zip(places, reports, strict=True)}
+                workers = server.start(places, self.config, target, listener, signalled=self._hear_signal)
                 if places[0].world > 1:
-                    others = len(places) < places[0].world
-                    first = places[0].rank
-                    self.watchdog = Watchdog(
-                        self.alive,
-                        self.config.launch.timeout,
-                        others=others,
-                        board=lambda rank: board.read(rank - first),
-                    )
-                while self.alive:
+                    workers.watch(self.config.launch.timeout, others=len(places) < places[0].world)
+                while workers.alive:
                     for event in server.events(timeout=0.1):
-                        if event["event"] == "started":
-                            self.started = True
-                            self.activities = Activities(dict(zip(self.alive, event["pids"], strict=True)))
-                        elif event["event"] == "ended":
-                            self._ended(event["rank"], event["status"])
-                        elif event["event"] == "signal":
+                        if event["event"] == "signal":
                             self._pass_on(event["number"])
-                    for rank in list(self.alive):
-                        self._hear(rank)
+                        elif (ended := workers.event(event)) is not None:
+                            self._ended(workers, *ended)
+                    for rank in list(workers.alive):
+                        workers.hear(rank)
                     if self.suspended:
-                        self._suspend(server)
-                    if self.asked is not None and not self.started:
+                        self._suspend(workers)
+                    if self.asked is not None and not workers.pids:
                         break  # nothing to save yet
-                    self._act(server)
+                    self._act(workers)
             except LaunchError as error:
-                if self.asked is not None and not self.started:
+                started = workers is not None and bool(workers.pids)
+                if self.asked is not None and not started:
                     return INTERRUPTED
-                if not self.started:
+                if not started:
                     raise
                 _say(f"{PREFIX}{error}; {self.config.wording.resume}")
                 return 1
             finally:
-                board.close()
-                if self.alive:
+                if workers is not None and workers.alive:
                     server.close()  # and every worker with it
-                if self.asked is not None or self.failures:
+                    workers.close()
+                if self.asked is not None or (workers is not None and workers.failures):
                     _give_back_terminal()
         if self.asked is not None and not self.shown:
             return INTERRUPTED
-        return self._verdict()
+        began = cause(workers.failures)
+        return began.exit_code if began is not None else 0
 
     def _ask(self, number: int) -> None:
         """Handle a signal to this process."""
@@ -187,93 +166,74 @@ class _Watch:
         elif self.asked is None:
             self.asked = time.monotonic()
 
-    def _suspend(self, server: ForkServer) -> None:
+    def _hear_signal(self, number: int) -> None:
+        """Handle a signal that a worker got."""
+        if number != SAVE:  # one rank's request to save reaches the others in the step's reduction
+            self._pass_on(number)
+
+    def _suspend(self, workers: LocalWorkers) -> None:
         """Ctrl-Z: stop and continue the workers (not part of the terminal's job) together with this process."""
         self.suspended = False
-        server.signal(signal.SIGSTOP)
+        workers.signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        server.signal(signal.SIGCONT)
+        workers.signal(signal.SIGCONT)
 
-    def _hear(self, rank: int) -> None:
-        end = self.alive[rank]
-        with contextlib.suppress(EOFError, OSError):
-            while end.poll():
-                message = json.loads(end.recv_bytes())
-                if message["event"] == "failed":
-                    self.failures.append(Failure(**message["failure"]))
-                elif message["event"] == "beat" and self.watchdog is not None:
-                    self.watchdog.hear(rank, Beat(**message["beat"]))
-                elif message["event"] == "signal" and message["number"] != SAVE:
-                    # One rank's request to save reaches the others in the step's reduction.
-                    self._pass_on(message["number"])
-
-    def _ended(self, rank: int, status: int) -> None:
-        self._hear(rank)
-        self.alive.pop(rank).close()
-        position, others = self._in_schedule(rank)
-        if self.watchdog is not None:
-            self.watchdog.forget(rank)
-        if status == INTERRUPTED and self.told not in ("end", "kill"):
+    def _ended(self, workers: LocalWorkers, rank: int, status: int) -> None:
+        failure = workers.end(rank, status)
+        if self.told in ("end", "kill"):
+            return
+        if status == INTERRUPTED:
             self.left = True
             self._pass_on(signal.SIGTERM)  # whichever it got, it may have ended before it could say so
-            return
-        explained = any(failure.rank == rank for failure in self.failures)
-        if status != 0 and not explained and self.told not in ("end", "kill"):
-            failure = Failure.of_exit(rank, status)
-            self.failures.append(failure.within(position, others) if position else failure)
+        elif status != 0 and failure not in workers.failures:
+            workers.failures.append(failure)
 
-    def _in_schedule(self, rank: int) -> tuple[str, str]:
-        """The position of a rank that died in a schedule, and those of the others; empty where it was in none."""
-        if self.watchdog is None or not self.watchdog.scheduled(rank):
-            return "", ""
-        return self.watchdog.position(rank), self.watchdog.others_in_schedule(rank)
-
-    def _act(self, server: ForkServer) -> None:
+    def _act(self, workers: LocalWorkers) -> None:
         now = time.monotonic()
         saves, self.saves = self.saves, 0
-        if self.watchdog is not None and not self.failures and self.told is None:
-            suspect = self.watchdog.look(now, self.activities)
+        failures, watchdog = workers.failures, workers.watchdog
+        if watchdog is not None and not failures and self.told is None:
+            suspect = watchdog.look(now, workers.activities)
             if suspect is not None:
-                self.failures.append(Failure(suspect.rank, "died", suspect.how, now))
-        began = cause(self.failures)
+                failures.append(Failure(suspect.rank, "died", suspect.how, now))
+        began = cause(failures)
         if began is not None and began.kind == "lost" and self.asked is not None:
             began = None  # another rank has left already, as all were asked to
-        waited = began is not None and now - min(failure.time for failure in self.failures) > SETTLE_S
-        if began is not None and not self.shown and (began.kind != "lost" or waited or not self.alive):
+        if (
+            began is not None
+            and not self.shown
+            and (began.kind != "lost" or now > settles_at(failures) or not workers.alive)
+        ):
             self._show(began)
-            if self.alive and self.told not in ("end", "kill"):
-                self._order("end", END_S)
-        elif self.asked is not None and self.told is None and self.alive:
+            if workers.alive and self.told not in ("end", "kill"):
+                self._order(workers, "end", END_S)
+        elif self.asked is not None and self.told is None and workers.alive:
             _say(f"stopping: {self.config.wording.stopping}; once more ends them at once")
-            self._order("stop", self.config.launch.grace)
-        elif self.alive and self.told != "kill" and (self.at_once or now > self.kill_at):
+            self._order(workers, "stop", self.config.launch.grace)
+        elif workers.alive and self.told != "kill" and (self.at_once or now > self.kill_at):
             if not self.at_once and self.told == "stop":
-                _say(self._did_not_end())
-            server.signal(signal.SIGKILL)
+                _say(self._did_not_end(workers))
+            workers.signal(signal.SIGKILL)
             self.told, self.kill_at = "kill", now + END_S
         elif saves and self.told is None:
-            self._send("save")
+            workers.order("save")
 
-    def _did_not_end(self) -> str:
+    def _did_not_end(self, workers: LocalWorkers) -> str:
+        watchdog = workers.watchdog
         where = {
-            rank: self.watchdog.position(rank) if self.watchdog is not None else "" for rank in self.alive
+            rank: watchdog.position(rank) if watchdog is not None else "" for rank in sorted(workers.alive)
         }
-        ranks = ", ".join(f"{rank} ({at})" if at else str(rank) for rank, at in sorted(where.items()))
+        ranks = ", ".join(f"{rank} ({at})" if at else str(rank) for rank, at in where.items())
         return (
             f"did not end in the {self.config.launch.grace:g} s of launch.grace and is killed: worker {ranks}; "
             f"{self.config.wording.safe}"
         )
 
-    def _order(self, order: str, patience: float) -> None:
+    def _order(self, workers: LocalWorkers, order: str, patience: float) -> None:
         """Request the workers to end."""
-        self._send(order)
+        workers.order(order)
         self.told = order
         self.kill_at = time.monotonic() + patience
-
-    def _send(self, order: str) -> None:
-        for end in self.alive.values():
-            with contextlib.suppress(OSError):  # it has ended, and the server says so soon
-                end.send_bytes(json.dumps({"do": order}).encode())
 
     def _show(self, failure: Failure) -> None:
         # After a request to stop, workers that have nothing to save leave one by one; a connection that is lost then
@@ -282,18 +242,6 @@ class _Watch:
             return
         self.shown = True
         _say(failure.render(self.config))
-
-    def _verdict(self) -> int:
-        began = cause(self.failures)
-        return began.exit_code if began is not None else 0
-
-
-def _preload(config: Launched, target: str) -> list[str]:
-    """Modules that every worker needs: imported once, before the fork."""
-    modules = [target.partition(":")[0]] if target.startswith("hyper_parallel.") else []
-    if (family := config.model_type) is not None:
-        modules.append(f"transformers.models.{family}.modeling_{family}")
-    return modules
 
 
 def _say(text: str) -> None:

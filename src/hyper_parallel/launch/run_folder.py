@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -22,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import LaunchError
+from hyper_parallel.proc import try_lock
 
 NAME = ".run.lock"
-_WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 @contextlib.contextmanager
@@ -55,16 +53,11 @@ def _locked(path: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _refusal(path, _holder(descriptor)) from None
-            except OSError as error:
-                if error.errno not in _WITHOUT_LOCKS:
-                    raise
-                holder = _holder(descriptor)
-                if holder is not None and _may_live(holder):
-                    raise _refusal(path, holder, by_hand=True) from None
+            locked = try_lock(descriptor)
+            if locked is False:
+                raise _refusal(path, _holder(descriptor))
+            if locked is None and (holder := _holder(descriptor)) is not None and _may_live(holder):
+                raise _refusal(path, holder, by_hand=True)
             if _is(path, descriptor):
                 _sign(descriptor)
                 return descriptor

@@ -17,7 +17,6 @@ still reaches it (a service manager and Slurm signal every process of a job) is 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.launch import stop
+from hyper_parallel.proc import die_with
 
 PRELOAD = (
     "torch",
@@ -206,17 +206,3 @@ def _work(job: _Job, index: int) -> int:
         code = work(place, config, job.message["target"], report, listener, calls=calls)
         atexit._run_exitfuncs()  # trackers flush what they hold
         return code
-
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel send this process SIGKILL when `parent`, its parent's process id, ends (Linux only).
-
-    Elsewhere the processes notice by the closed pipe. Exits at once when the parent has gone already.
-    """
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -19,6 +19,7 @@ from hyper_parallel.launch import admission, rendezvous, stop
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.rendezvous import WorkerPlace, wrong_world
+from hyper_parallel.proc import cores
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +121,7 @@ def join(place: WorkerPlace, config: Launched, listener: socket.socket | None = 
 
 def _prepared(place: WorkerPlace, config: Launched, calls: socket.socket | None) -> Worker:
     """This process's threads, device and environment."""
-    threads = config.launch.threads or max(1, _cores() // place.local_world)
+    threads = config.launch.threads or max(1, cores() // place.local_world)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the target starts; torch is loaded already
     os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world)  # as torchrun says it: what lies on a node
     import torch
@@ -180,12 +181,6 @@ def _begin(place: WorkerPlace, worker: Worker, store: Store) -> None:
         worker.backend.process_group, store=store, rank=place.rank, world_size=place.world, timeout=LIMIT
     )
     pulse.count_collectives(collectives_begun)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _say_who_can_reach(place: WorkerPlace, has_token: bool) -> None:

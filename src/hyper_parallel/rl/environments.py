@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,8 +20,8 @@ from hyper_parallel.rl.rewards.worker import Handler, number_of
 # Environments: a task's prompt, and a text or a message and a reward for each answer of the policy.
 #
 # An episode is `reset(task)`, then `step(answer)` until a turn is `done`. Its reward is the sum over its turns. The
-# text of a turn is appended to the policy's answer; its tokens are not the policy's, and no objective trains them
-# (`token_mask`). An environment is used by one episode at a time, and should give the same turns for the same answers:
+# text of a turn is appended to the policy's answer; its tokens are not the policy's, and no objective trains them. An
+# environment is used by one episode at a time, and should give the same turns for the same answers:
 # the pool repeats an episode when its process was lost.
 
 
@@ -107,16 +107,6 @@ def prompt_fields(task: Mapping[str, Any]) -> dict[str, Any]:
     """The `prompt` of a row, and the `options` that its chat template gets. Raises DataError as `prompt_of`."""
     prompt = prompt_of(task)
     return {"prompt": prompt, "options": {} if isinstance(prompt, str) else template_options(task, "the row")}
-
-
-def token_mask(segments: Sequence[tuple[Sequence[int], bool]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """(tokens, whether the policy drew each) of the segments of an episode after its prompt.
-
-    A segment is (token ids, whether the policy drew them). Segments are tokenized one by one, so that a token never
-    holds text of both.
-    """
-    tokens = tuple(token for ids, _ in segments for token in ids)
-    return tokens, tuple(drawn for ids, drawn in segments for _ in ids)
 
 
 def environments(name: str, folder: str, options: dict[str, Any]) -> Handler:

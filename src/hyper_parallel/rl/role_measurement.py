@@ -16,7 +16,8 @@ from typing import Any
 
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import GroupError
-from hyper_parallel.launch.roles.protocol import Engine, Future, wait_any
+from hyper_parallel.launch.roles.engine import Engine
+from hyper_parallel.launch.roles.protocol import Future, wait_any
 from hyper_parallel.rl.controller.controller import LoopState
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import Recorder

@@ -11,7 +11,7 @@ from hyper_parallel.checkpoint.durable import publish
 from hyper_parallel.config import yaml12
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.launch.roles.protocol import Engine
+from hyper_parallel.launch.roles.engine import Engine
 from hyper_parallel.launch.run_folder import RunFolder, run_lock
 from hyper_parallel.report.sheets import Sheet
 from hyper_parallel.report.table import render

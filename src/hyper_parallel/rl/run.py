@@ -14,7 +14,7 @@ from typing import Any
 from hyper_parallel.checkpoint.durable import explained
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import RewardError
-from hyper_parallel.launch.roles.protocol import Engine
+from hyper_parallel.launch.roles.engine import Engine
 from hyper_parallel.launch.run_folder import RunFolder, run_lock
 from hyper_parallel.proc import room_for_files
 from hyper_parallel.rl.controller.controller import Controller, LoopState
@@ -38,20 +38,20 @@ class RLSummary:
     """What came of a run."""
 
     out: str
-    steps: int
+    steps: int = 0
     stopped: bool
-    resumed_from: int | None
-    before: Accuracy | None
+    resumed_from: int | None = None
+    before: Accuracy | None = None
     """Of held-out prompts, before the first step."""
-    after: Accuracy | None
-    seconds: float
+    after: Accuracy | None = None
+    seconds: float = 0.0
     """Of this start, without the workers'."""
-    tokens: int
+    tokens: int = 0
     """Drawn in what was trained."""
-    restarts: int
+    restarts: int = 0
     """Of groups of workers that were lost."""
-    failed_rewards: int
-    checkpoint: str | None
+    failed_rewards: int = 0
+    checkpoint: str | None = None
 
 
 def run(
@@ -80,7 +80,7 @@ def run(
                     config, prompts, scorer, engine, folder=folder, stop=stop, told=told, host=host
                 )
             except Stopped:
-                return _stopped_before(config)
+                return RLSummary(out=config.out, stopped=True)
             config = resolved(config, choice)
         else:
             write_run(config, folder)
@@ -89,23 +89,6 @@ def run(
             contextlib.closing(Recorder(config, told)) as recorder,
         ):
             return _Run(config, prompts, scorer, workers, recorder, stop, host).run()
-
-
-def _stopped_before(config: RLConfig) -> RLSummary:
-    """Of a run that was stopped while its split was measured."""
-    return RLSummary(
-        out=config.out,
-        steps=0,
-        stopped=True,
-        resumed_from=None,
-        before=None,
-        after=None,
-        seconds=0.0,
-        tokens=0,
-        restarts=0,
-        failed_rewards=0,
-        checkpoint=None,
-    )
 
 
 class _Run:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import DataError, GroupError, HyperParallelError
-from hyper_parallel.launch.failure import Failure
-from hyper_parallel.launch.roles.call_queue import SETTLE_S, CallQueue, sent_lists
+from hyper_parallel.launch.failure import SETTLE_S, Failure
+from hyper_parallel.launch.roles.call_queue import CallQueue, sent_lists
 from hyper_parallel.launch.roles.protocol import Future, Instruction, WorkerReport
 
 SIZE = 3

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hyper_parallel.errors import ConfigError, DataError
-from hyper_parallel.rl.environments import CALLS, Calculator, Turn, evaluated, load_environment, token_mask
+from hyper_parallel.rl.environments import CALLS, Calculator, Turn, evaluated, load_environment
 
 TASK = {"prompt": "3*(4+5)=", "answer": "27"}
 
@@ -74,12 +72,3 @@ def test_a_row_without_a_prompt() -> None:
     for row in rows:
         with pytest.raises(DataError, match="under the key 'prompt'"):
             Calculator().reset(row)
-
-
-@given(st.lists(st.tuples(st.lists(st.integers(0, 9)), st.booleans())))
-def test_the_mask_marks_the_tokens_of_the_policy(segments: list[tuple[list[int], bool]]) -> None:
-    tokens, drawn = token_mask(segments)
-    assert len(tokens) == len(drawn)
-    assert [token for token, own in zip(tokens, drawn, strict=True) if own] == [
-        token for ids, own in segments if own for token in ids
-    ]

@@ -23,7 +23,7 @@ from hyper_parallel.rl.losses.advantages import (
     whiten,
     without_variance,
 )
-from hyper_parallel.rl.sample import groups_without_variance, has_reward_variance, overlong_penalty
+from hyper_parallel.rl.sample import groups_without_variance, has_reward_variance
 
 SEEDS = st.integers(0, 100_000)
 
@@ -170,19 +170,6 @@ def test_groups_that_teach_nothing() -> None:
     assert has_reward_variance([1.0, 0.0])
     assert not has_reward_variance([1.0, None, float("nan")])
     assert groups_without_variance([[1.0, 1.0], [0.0, 1.0], [None, 2.0], []]) == 3
-
-
-@pytest.mark.parametrize(
-    ("length", "penalty"), [(80, 0.0), (85, -0.25), (99, -0.95), (100, -1.0), (130, -1.0)]
-)
-def test_overlong_penalty(length: int, penalty: float) -> None:
-    assert overlong_penalty(length, max_length=100, buffer=20) == pytest.approx(penalty)
-
-
-@pytest.mark.parametrize("buffer", [0, 101])
-def test_overlong_penalty_refuses_a_buffer_that_is_none(buffer: int) -> None:
-    with pytest.raises(ConfigError, match="from 1 to the longest answer, 100"):
-        overlong_penalty(1, max_length=100, buffer=buffer)
 
 
 def test_rules_of_groups_need_no_torch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.rl.losses.policy import explained_variance, kl_estimate, value_loss
+from hyper_parallel.rl.losses.policy import kl_estimate, value_loss
 from hyper_parallel.rl.losses.preference import dpo_loss, kto_loss, kto_reference_point, reward_model_loss
 from hyper_parallel.rl.losses.reductions import LossSum, metric_means
 
@@ -172,15 +171,6 @@ def test_value_clip_of_one_token() -> None:
     assert free.loss.item() == pytest.approx(0.5)
     with pytest.raises(ConfigError, match="above 0"):
         value_loss(value, old_values=zero, returns=zero, mask=here, count=1, clip=0.0)
-
-
-def test_explained_variance() -> None:
-    returns = torch.tensor([[1.0, 2.0, 3.0, 99.0]])
-    mask = torch.tensor([[1, 1, 1, 0]])
-    assert float(explained_variance(returns + 7, returns, mask)) == 1
-    assert float(explained_variance(torch.zeros(1, 4), returns, mask)) == 0
-    assert float(explained_variance(-returns, returns, mask)) == -3
-    assert math.isnan(float(explained_variance(returns, torch.ones(1, 4), mask)))
 
 
 def test_kl_estimators_over_a_whole_distribution() -> None:

@@ -15,8 +15,8 @@ import torch
 from harness.weight_models import connected, small_model, whole
 from harness.weight_roles import run_roles
 from hyper_parallel.compat.process_groups import Pending, StandaloneGroup
+from hyper_parallel.config.rl_roles import WeightsConfig
 from hyper_parallel.errors import WeightsError
-from hyper_parallel.rl.weights.plan import TransferOptions
 from hyper_parallel.rl.weights.transfer import WeightTransfer
 
 SECONDS = 12.0
@@ -24,7 +24,7 @@ SECONDS = 12.0
 STOPPED = 3.0
 SLACK = 3.0
 """Of a machine with more processes than cores."""
-OPTIONS = TransferOptions(bucket_bytes=600)
+OPTIONS = WeightsConfig(bucket_bytes=600)
 
 
 class _Faulty(StandaloneGroup):

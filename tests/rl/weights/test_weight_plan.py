@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.weight_layouts import description_on, held, random_description, random_mesh
-from hyper_parallel.errors import ConfigError, WeightsError
+from hyper_parallel.config.rl_roles import WeightsConfig
+from hyper_parallel.errors import WeightsError
 from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.rl.weights.description import ITEM_BYTES, Description, Parameter
-from hyper_parallel.rl.weights.plan import Message, TransferOptions, WeightPlan, plan_weights
+from hyper_parallel.rl.weights.plan import Message, WeightPlan, plan_weights
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -37,7 +38,7 @@ def _plan(seed: int, *, colocated: bool) -> WeightPlan:
         if colocated
         else random_description(draw, "rollout", shapes, DTYPES)
     )
-    options = TransferOptions(bucket_bytes=draw.choice([8, 40, 1000]), dtype=draw.choice([None, "bfloat16"]))
+    options = WeightsConfig(bucket_bytes=draw.choice([8, 40, 1000]), dtype=draw.choice([None, "bfloat16"]))
     return plan_weights(source, target, options, colocated=colocated)
 
 
@@ -145,7 +146,7 @@ def test_the_narrower_dtype_travels() -> None:
     assert plan_weights(source, half).moved_bytes == 8
     assert plan_weights(half, target).moved_bytes == 8
     assert plan_weights(source, target).moved_bytes == 16
-    assert plan_weights(source, target, TransferOptions(dtype="bfloat16")).moved_bytes == 8
+    assert plan_weights(source, target, WeightsConfig(dtype="bfloat16")).moved_bytes == 8
 
 
 def test_stages_of_a_pipeline_send_their_own_parameters() -> None:
@@ -213,10 +214,10 @@ def test_names_shapes_and_dtypes_must_fit() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match="float16"):
-        TransferOptions(dtype="float16")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="bucket_bytes is 4"):
-        TransferOptions(bucket_bytes=4)
+    with pytest.raises(ValueError, match="float16"):
+        WeightsConfig(dtype="float16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        WeightsConfig(bucket_bytes=4)
 
 
 def test_plans_that_differ_have_other_digests() -> None:
@@ -225,7 +226,7 @@ def test_plans_that_differ_have_other_digests() -> None:
     other = _described("rollout", Mesh(), ["p"], (4,))
     digests = {
         plan_weights(one, other).digest,
-        plan_weights(one, other, TransferOptions(delta=True)).digest,
+        plan_weights(one, other, WeightsConfig(delta=True)).digest,
         plan_weights(replace(one, role="critic"), other).digest,
     }
     assert len(digests) == 3

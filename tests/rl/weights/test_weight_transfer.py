@@ -12,12 +12,13 @@ from harness import run_ranks
 from harness.weight_models import connected, small_model, whole
 from harness.weight_roles import run_roles
 from hyper_parallel.compat.process_groups import serve_store
+from hyper_parallel.config.rl_roles import WeightsConfig
 from hyper_parallel.errors import WeightsError
-from hyper_parallel.rl.weights.plan import TransferOptions, plan_weights
+from hyper_parallel.rl.weights.plan import plan_weights
 from hyper_parallel.rl.weights.transfer import Meeting, connect, describe, local_tensors
 
 Axes = dict[str, int] | None
-SMALL = TransferOptions(bucket_bytes=600)
+SMALL = WeightsConfig(bucket_bytes=600)
 """Many messages, and parameters that do not fit into one."""
 
 
@@ -57,7 +58,7 @@ def test_parameters_arrive_bit_for_bit(rollouts: int, targets: list[Axes]) -> No
     assert equal == [[True] * len(pairs)] * rollouts
 
 
-def _trains(rank: int, world: int, port: int, options: TransferOptions) -> list[int]:
+def _trains(rank: int, world: int, port: int, options: WeightsConfig) -> list[int]:
     model = small_model(1)
     link = connected(model, "actor", rank, world, port, options=options)
     sent, buffers = [], []
@@ -73,7 +74,7 @@ def _trains(rank: int, world: int, port: int, options: TransferOptions) -> list[
     return sent
 
 
-def _generates(rank: int, world: int, port: int, options: TransferOptions) -> list[bool]:
+def _generates(rank: int, world: int, port: int, options: WeightsConfig) -> list[bool]:
     model, expected = small_model(2), small_model(1)
     link = connected(model, "rollout", rank, world, port, options=options)
     equal, buffers = [], []
@@ -101,7 +102,7 @@ def _generates(rank: int, world: int, port: int, options: TransferOptions) -> li
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("delta", [False, True])
 def test_versions_one_after_the_other(dtype: Any, delta: bool) -> None:
-    options = TransferOptions(bucket_bytes=4096, dtype=dtype, delta=delta)
+    options = WeightsConfig(bucket_bytes=4096, dtype=dtype, delta=delta)
     sent, equal = run_roles(_trains, 1, _generates, 1, options)
     assert equal == [[True] * 3]
     assert isinstance(sent, list)

@@ -17,11 +17,9 @@ from typing import Any
 
 from hyper_parallel import errors
 from hyper_parallel.errors import GroupError, HyperParallelError, LaunchError
-from hyper_parallel.launch.failure import Failure, cause
+from hyper_parallel.launch.failure import Failure, cause, settles_at
 from hyper_parallel.launch.roles.protocol import Future, Instruction, WorkerReport, plain
 
-SETTLE_S = 3.0
-"""Seconds that a rank's error waits for the other ranks to answer, and a lost connection for what explains it."""
 _SHOWN = 4
 """The most workers that an error lists."""
 RESTART = "restart the group to go on"
@@ -178,8 +176,8 @@ class CallQueue:
         times = [one.deadline for one in self._queue]
         if call is not None:
             times.append(call.deadline)
-            failures = self._failures(call)
-            times += [failure.time + SETTLE_S for failure in failures[:1]]
+            if failures := self._failures(call):
+                times.append(settles_at(failures))
         return min(times, default=float("inf"))
 
     def look(self) -> bool:
@@ -197,7 +195,7 @@ class CallQueue:
         if failures:
             began = cause(failures)
             assert began is not None
-            settled = now >= min(failures[0].time + SETTLE_S, call.deadline)
+            settled = now >= min(settles_at(failures), call.deadline)
             if complete or settled or began.kind == "died":
                 return self._fail(call, began, usable=complete and not self._ended)
         elif complete:
@@ -227,7 +225,7 @@ class CallQueue:
 
     def _failures(self, call: Call) -> list[Failure]:
         found = {rank: report.failure for rank, report in call.reports.items()}
-        return sorted({**self._ended, **found}.values(), key=lambda failure: failure.time)
+        return list({**self._ended, **found}.values())
 
     def _ended_idle(self) -> bool:
         if not self._ended or self.broken is not None:

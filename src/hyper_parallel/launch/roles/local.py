@@ -1,32 +1,30 @@
 """Groups as processes of this machine, forked from one fork server.
 
-One thread of the controller reads and writes all sockets, so that answers, deaths and deadlines are noticed whatever
-the controller does. A worker's death closes its socket, which is noticed at once; a worker that is stopped, or hangs,
-only misses its deadline.
+The engine's thread reads and writes all sockets. A worker's death closes its socket, which is noticed at once; a worker
+that is stopped, or hangs, only misses its deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import pickle
 import select
 import signal
 import socket
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
+from hyper_parallel.frames import FrameEnd
 from hyper_parallel.launch import rendezvous
 from hyper_parallel.launch.failure import Failure
-from hyper_parallel.launch.forkserver import ForkServer, borrow, give_back
-from hyper_parallel.launch.heartbeat import Beat, PositionBoard
+from hyper_parallel.launch.forkserver import ForkServer, LocalWorkers, borrow, give_back
 from hyper_parallel.launch.rendezvous import WorkerPlace
-from hyper_parallel.launch.roles.protocol import TARGET, EngineEnd, Future, packed
-from hyper_parallel.launch.roles.queued_group import QueuedGroup, QueueEngine
-from hyper_parallel.launch.watchdog import Activities
+from hyper_parallel.launch.roles.call_queue import Call
+from hyper_parallel.launch.roles.engine import Engine, Group
+from hyper_parallel.launch.roles.protocol import TARGET, Future, packed
 
 LEAVE_S = 3.0
 """Seconds that workers have to leave when the engine is closed, before SIGKILL."""
@@ -34,44 +32,75 @@ GONE_S = 10.0
 """Seconds in which a killed worker must be gone."""
 _STATUS_S = 1.0
 """Seconds that a closed socket waits for its worker's exit status."""
-_PATIENCE_S = 0.5
-"""The longest sleep of the engine's thread. A much longer gap means that this process was suspended."""
 
 
-class _Workers:
-    """The processes of a group between two restarts."""
+class LocalGroup(Group):
+    """A group of this machine's processes."""
 
-    def __init__(self, job: int, ends: Sequence[EngineEnd], reports: Sequence[Connection]) -> None:
-        self.job = job
-        self.ends = dict(enumerate(ends))
-        self.reports = dict(enumerate(reports))
-        self.pids: list[int] = []
-        self.running = set(self.ends)
-        self.closed: dict[int, float] = {}
-        """When the socket of a worker was closed, before its exit status is known."""
-        self.failures: dict[int, Failure] = {}
-        self.beats: dict[int, Beat] = {}
-        self.activities = Activities({})
-
-    def close(self) -> None:
-        for end in self.ends.values():
-            end.close()
-        for report in self.reports.values():
-            report.close()
-
-
-class LocalGroup(QueuedGroup):
-    """A group of this machine's processes (`interface.Group`)."""
+    _engine: LocalEngine
 
     def __init__(self, engine: LocalEngine, config: RoleLaunch) -> None:
         super().__init__(engine, config)
-        self._workers: _Workers | None = None
+        self._workers: LocalWorkers | None = None
+        self._ends: dict[int, FrameEnd] = {}
+        """The workers' sockets for calls."""
+        self._hung_up: dict[int, float] = {}
+        """When the socket of a worker was closed, before its exit status is known."""
 
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; empty until the processes are there."""
         workers = self._workers
-        return list(workers.pids) if workers is not None else []
+        return list(workers.pids.values()) if workers is not None else []
+
+    def _begin(self, timeout_s: float) -> Future:
+        self.log(0).parent.mkdir(parents=True, exist_ok=True)
+        host, world = "127.0.0.1", self.size
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(rendezvous.listen(host, 0)) if world > 1 else None
+            port = listener.getsockname()[1] if listener is not None else 0
+            pairs = [socket.socketpair() for _ in range(world)]
+            for _, theirs in pairs:
+                undo.callback(theirs.close)
+            with self._engine.noticed():
+                server, job = self._engine.new_job()
+                self._workers = server.start(
+                    [
+                        WorkerPlace("local", rank, world, rank, world, host, port, self.config.devices)
+                        for rank in range(world)
+                    ],
+                    self.config,
+                    TARGET,
+                    listener,
+                    preload=[self.config.host],
+                    job=job,
+                    calls=[theirs.fileno() for _, theirs in pairs],
+                    logs=[str(self.log(rank)) for rank in range(world)],
+                )
+                self._ends = {rank: FrameEnd(ours) for rank, (ours, _) in enumerate(pairs)}
+                self._hung_up.clear()
+                self.ready = self._queue.begin(timeout_s)
+        return self.ready
+
+    def _end(self, why: str) -> None:
+        """Kill the workers, fail the calls, and wait until the processes are gone."""
+        with self._engine.noticed():
+            self._kill_workers()
+            self._queue.stop(why)
+        self._engine.await_end([self], GONE_S)
+        with self._engine.noticed():
+            if self.has_processes:
+                # The server does not answer: it is stopped. Its end is that of all workers.
+                self._engine.lose_server()
+            self.lose()
+
+    def _kill_workers(self) -> None:
+        if self._workers is not None and self._workers.alive:
+            self._workers.signal(signal.SIGKILL)
+
+    def _send(self, call: Call) -> None:
+        for rank, sent in enumerate(call.lists):
+            self._ends[rank].put(packed(("call", call.number, sent)))
 
     def _situation(self, rank: int) -> str:
         workers = self._workers
@@ -82,9 +111,84 @@ class LocalGroup(QueuedGroup):
         beat = workers.beats.get(rank)
         return f"at {beat.where}" if beat is not None and beat.where else ""
 
+    def _turn(self) -> None:
+        workers, queue = self._workers, self._queue
+        assert workers is not None
+        for rank, since in list(self._hung_up.items()):
+            if rank in workers.alive and time.monotonic() > since + _STATUS_S:
+                self._hung_up.pop(rank)
+                how = "closed its socket and does not end"
+                queue.ended(rank, workers.said(rank) or Failure(rank, "died", how, since))
+        # A worker may be ready before the server has said its process id.
+        if workers.pids or self._hung_up or time.monotonic() >= queue.next_look():
+            super()._turn()
 
-class LocalEngine(QueueEngine[LocalGroup]):
-    """Starts groups as processes of this machine (`interface.Engine`)."""
+    # For the engine, with its lock.
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether there are processes whose exit status is not known yet."""
+        return self._workers is not None and bool(self._workers.alive)
+
+    def leave(self) -> None:
+        """Ask the workers to leave."""
+        if self.alive:
+            for end in self._ends.values():
+                end.put(packed(("end",)))
+
+    def lose(self) -> None:
+        """The workers have ended, or are ended otherwise: there are none now."""
+        for end in self._ends.values():
+            end.close()
+        if self._workers is not None:
+            self._workers.close()
+        self._workers = None
+
+    def register(self, poll: select.poll) -> None:
+        """Have `poll` wait for what the workers say, and for room for what is sent to them."""
+        if self._workers is None:
+            return
+        for end in self._ends.values():
+            if end.open:
+                poll.register(end, select.POLLIN | (select.POLLOUT if end.writes else 0))
+        for report in self._workers.alive.values():
+            if not report.closed:
+                poll.register(report, select.POLLIN)
+
+    def hear(self, ready: set[int]) -> None:
+        """Take in what workers say whose sockets and pipes are among the descriptors `ready`."""
+        workers = self._workers
+        if workers is None:
+            return
+        for rank, end in self._ends.items():
+            if end.open and end.fileno() in ready:
+                self._hear_answers(rank)
+        for rank, report in workers.alive.items():
+            if not report.closed and report.fileno() in ready:
+                workers.hear(rank)
+
+    def _hear_answers(self, rank: int) -> None:
+        end = self._ends[rank]
+        end.flush()
+        for body in end.receive():
+            self._queue.heard(rank, pickle.loads(body))
+        if not end.open:
+            self._hung_up.setdefault(rank, time.monotonic())
+
+    def server_says(self, event: dict[str, Any]) -> None:
+        """Take in an event of the fork server.
+
+        Signals to it or to a worker say nothing here: the controller decides when its workers end.
+        """
+        if self._workers is not None and (ended := self._workers.event(event)) is not None:
+            rank, status = ended
+            self._hear_answers(rank)
+            self._hung_up.pop(rank, None)
+            self._queue.ended(rank, self._workers.end(rank, status))
+
+
+class LocalEngine(Engine):
+    """Starts groups as processes of this machine."""
 
     def __init__(self, *, spins: bool = True) -> None:
         """`spins`: as for `ForkServer`. Nothing is started yet."""
@@ -102,70 +206,19 @@ class LocalEngine(QueueEngine[LocalGroup]):
         self._admit(config.name)
         return self._register(LocalGroup(self, config), timeout_s)
 
-    def begin(self, group: LocalGroup, timeout_s: float) -> Future:
-        """Start the workers of a group that has none."""
-        config, world = group.config, group.size
-        group.log(0).parent.mkdir(parents=True, exist_ok=True)
-        host = "127.0.0.1"
-        with contextlib.ExitStack() as undo:
-            listener = undo.enter_context(rendezvous.listen(host, 0)) if world > 1 else None
-            port = listener.getsockname()[1] if listener is not None else 0
-            places = [
-                WorkerPlace("local", rank, world, rank, world, host, port, config.devices)
-                for rank in range(world)
-            ]
-            board = PositionBoard.create(world)
-            undo.callback(board.close)
-            pairs = [socket.socketpair() for _ in places]
-            for _, theirs in pairs:
-                undo.callback(theirs.close)
-            with self.noticed():
-                server = self._running_server()
-                self._jobs += 1
-                reports = server.start(
-                    places,
-                    config,
-                    TARGET,
-                    _preload(config),
-                    listener,
-                    board.descriptor,
-                    job=self._jobs,
-                    calls=[theirs.fileno() for _, theirs in pairs],
-                    logs=[str(group.log(rank)) for rank in range(world)],
-                )
-                group._workers = _Workers(self._jobs, [EngineEnd(ours) for ours, _ in pairs], reports)
-                group.ready = group._queue.begin(timeout_s)
-        return group.ready
-
-    def kill(self, group: LocalGroup, why: str) -> None:
-        """Kill a group's workers, fail its calls, and wait until the processes are gone."""
-        with self.noticed():
-            self._kill(group)
-            group._queue.stop(why)
-        self._await_end([group], GONE_S)
-        with self._changed:
-            workers, group._workers = group._workers, None
-            if workers is not None:
-                workers.close()
-                if workers.running and self._server is not None:
-                    # The server does not answer: it is stopped. Its end is that of all workers.
-                    self._lose_server()
-
     def close(self) -> None:
         """Ask the workers to leave, then kill what is left."""
         with self._changed:
             if self._closed:
                 return
-            groups = list(self._groups.values())
+            groups = self._local
             for group in groups:
-                if group._workers is not None and group.alive:
-                    for end in group._workers.ends.values():
-                        end.put(packed(("end",)))
+                group.leave()
                 group._queue.stop("the engine was closed")
         self._wake()
-        self._await_end(groups, LEAVE_S)
+        self.await_end(groups, LEAVE_S)
         for group in groups:
-            self.kill(group, "the engine was closed")
+            group._end("the engine was closed")
         with self._changed:
             self._closed = True
         self._wake()
@@ -176,166 +229,66 @@ class LocalEngine(QueueEngine[LocalGroup]):
         self._woken.close()
         self._waker.close()
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
+    @property
+    def _local(self) -> list[LocalGroup]:
+        return [group for group in self._groups.values() if isinstance(group, LocalGroup)]
 
-    def _running_server(self) -> ForkServer:
+    # For groups.
+
+    def new_job(self) -> tuple[ForkServer, int]:
+        """A fork server, and the number of a new job there. The caller has the engine's lock."""
         if self._server is not None and not self._server.alive:
-            self._lose_server(self._server.why_it_ended())
+            self.lose_server(self._server.why_it_ended())
         if self._server is None:
             self._server = borrow(self._spins)
-        return self._server
+        self._jobs += 1
+        return self._server, self._jobs
 
-    def _await_end(self, groups: Sequence[LocalGroup], patience: float) -> None:
-        def gone() -> bool:
-            return not any(group._workers is not None and group._workers.running for group in groups)
-
-        with self._changed:
-            self._changed.wait_for(gone, patience)
-
-    def _kill(self, group: LocalGroup) -> None:
-        if group._workers is not None and group._workers.running and self._server is not None:
-            self._server.signal(signal.SIGKILL, group._workers.job)
-
-    # The engine's thread.
-
-    def _serve(self) -> None:
-        slept_until = time.monotonic() + _PATIENCE_S
-        while not self._closed:
-            slept_until = self._turn(slept_until)
-
-    def _turn(self, slept_until: float) -> float:
-        """Wait, hear, act; when the next turn should begin at the latest."""
-        with self._changed:
-            poll = self._poll()
-        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, slept_until - time.monotonic()) * 1000)}
-        with self._changed:
-            if self._closed:
-                return slept_until
-            self._hear(ready, time.monotonic() - slept_until)
-            for group in self._active():
-                self._act(group)
-            self._changed.notify_all()
-            times = [group._queue.next_look() for group in self._active()]
-            return min([time.monotonic() + _PATIENCE_S, *times])
-
-    def _active(self) -> list[LocalGroup]:
-        return [group for group in self._groups.values() if group._workers is not None]
-
-    def _poll(self) -> select.poll:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        if self._server is not None and not self._server.channel.closed:
-            poll.register(self._server.channel, select.POLLIN)
-        for group in self._active():
-            assert group._workers is not None
-            for end in group._workers.ends.values():
-                if end.open:
-                    poll.register(end, select.POLLIN | (select.POLLOUT if end.writes else 0))
-            for report in group._workers.reports.values():
-                if not report.closed:
-                    poll.register(report, select.POLLIN)
-        return poll
-
-    def _hear(self, ready: set[int], overslept: float) -> None:
-        if self._woken.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._woken.recv(4096)
-        self._postpone(overslept)
-        for group in self._active():
-            workers = group._workers
-            assert workers is not None
-            for rank, end in workers.ends.items():
-                if end.open and end.fileno() in ready:
-                    self._hear_worker(group, workers, rank)
-            for rank, report in workers.reports.items():
-                if not report.closed and report.fileno() in ready:
-                    self._hear_report(workers, rank, report)
-        if (
-            self._server is not None
-            and not self._server.channel.closed
-            and self._server.channel.fileno() in ready
-        ):
-            try:
-                for event in self._server.events(0):
-                    self._server_says(event)
-            except LaunchError as error:
-                self._lose_server(str(error))
-
-    def _hear_worker(self, group: LocalGroup, workers: _Workers, rank: int) -> None:
-        end = workers.ends[rank]
-        end.flush()
-        for message in end.receive():
-            group._queue.heard(rank, message)
-        if not end.open:
-            workers.closed.setdefault(rank, time.monotonic())
-
-    def _hear_report(self, workers: _Workers, rank: int, report: Connection) -> None:
-        try:
-            while report.poll():
-                message = json.loads(report.recv_bytes())
-                if message["event"] == "failed":
-                    workers.failures[rank] = Failure(**message["failure"])
-                elif message["event"] == "beat":
-                    workers.beats[rank] = Beat(**message["beat"])
-        except (EOFError, OSError):
-            report.close()
-
-    def _server_says(self, event: dict[str, Any]) -> None:
-        # Signals to the server or to a worker say nothing here: the controller decides when its workers end.
-        for group in self._active():
-            workers = group._workers
-            assert workers is not None
-            if event.get("job") != workers.job:
-                continue
-            if event["event"] == "started":
-                workers.pids = event["pids"]
-                workers.activities = Activities(dict(enumerate(workers.pids)))
-            elif event["event"] == "ended":
-                rank = event["rank"]
-                self._hear_worker(group, workers, rank)
-                self._hear_report(workers, rank, workers.reports[rank])
-                workers.running.discard(rank)
-                self._worker_ended(group, workers, rank, Failure.of_exit(rank, event["status"]))
-
-    def _worker_ended(self, group: LocalGroup, workers: _Workers, rank: int, failure: Failure) -> None:
-        workers.closed.pop(rank, None)
-        group._queue.ended(rank, workers.failures.get(rank, failure))
-
-    def _act(self, group: LocalGroup) -> None:
-        workers, queue = group._workers, group._queue
-        assert workers is not None
-        for rank, since in list(workers.closed.items()):
-            if rank in workers.running and time.monotonic() > since + _STATUS_S:
-                how = "closed its socket and does not end"
-                self._worker_ended(group, workers, rank, Failure(rank, "died", how, since))
-        # A worker may be ready before the server has said its process id.
-        if (workers.pids or workers.closed or time.monotonic() >= queue.next_look()) and queue.look():
-            self._kill(group)
-        call = queue.to_send()
-        if call is not None:
-            for rank, one in enumerate(call.lists):
-                workers.ends[rank].put(packed(("call", call.number, one)))
-
-    def _lose_server(
+    def lose_server(
         self, why: str = "the process that holds the workers did not answer and was killed"
     ) -> None:
         """The fork server has ended, and every worker with it; the next start begins another one."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
-        for group in self._groups.values():
-            if group._workers is not None:
-                group._workers.running.clear()
+        for group in self._local:
+            group.lose()
             group._queue.stop(why)
 
+    def await_end(self, groups: Sequence[LocalGroup], patience: float) -> None:
+        """Wait until no process of these groups is left, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(group.has_processes for group in groups), patience)
 
-def _preload(config: RoleLaunch) -> list[str]:
-    """Modules that every worker needs: imported once, before the fork."""
-    modules = [name.partition(":")[0] for name in (TARGET, config.host)]
-    family = config.model_type
-    return [
-        *(name for name in modules if name.startswith("hyper_parallel.")),
-        *([f"transformers.models.{family}.modeling_{family}"] if family is not None else []),
-    ]
+    # The engine's thread.
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    def _wait(self, until: float) -> set[int]:
+        """The descriptors that are ready."""
+        poll = select.poll()
+        with self._changed:
+            poll.register(self._woken, select.POLLIN)
+            if self._server is not None and not self._server.channel.closed:
+                poll.register(self._server.channel, select.POLLIN)
+            for group in self._local:
+                group.register(poll)
+        return {descriptor for descriptor, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+
+    def _hear(self, arrived: set[int]) -> None:
+        if self._woken.fileno() in arrived:
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+        for group in self._local:
+            group.hear(arrived)
+        server = self._server
+        if server is None or server.channel.closed or server.channel.fileno() not in arrived:
+            return
+        try:
+            for event in server.events(0):
+                for group in self._local:
+                    group.server_says(event)
+        except LaunchError as error:
+            self.lose_server(str(error))

@@ -15,17 +15,16 @@ import contextlib
 import io
 import logging
 import pickle
-import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from hyper_parallel import errors
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import GroupError, HyperParallelError, LaunchError, nearest
+from hyper_parallel.frames import framed, read_frame
 from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.worker import Worker, find_target
@@ -96,71 +95,7 @@ def wait_any(futures: Iterable[Future], timeout_s: float | None = None) -> list[
     return [one for one in waited if one.done()]
 
 
-class Group(Protocol):
-    """Workers with one default process group. Its methods may be called from several threads."""
-
-    @property
-    def name(self) -> str:
-        """Of the config."""
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-
-    @property
-    def ready(self) -> Future:
-        """Done when all workers have made their host object, or could not; its result says nothing."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether calls can succeed: all workers are there, and none has failed its group. Also while it starts."""
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank; empty until the processes are there."""
-
-    def call(self, instructions: Sequence[Instruction], *, timeout_s: float, what: str = "") -> Future:
-        """Send every rank the same list. Returns at once; calls wait for their turn in the group's queue.
-
-        `timeout_s`: seconds from now, that wait included, after which the future ends. `what`: the step, for messages.
-        """
-
-    def call_each(
-        self, instructions: Sequence[Sequence[Instruction]], *, timeout_s: float, what: str = ""
-    ) -> Future:
-        """`call` with a list for each rank, in their order. Lists may differ in length."""
-
-    def kill(self) -> None:
-        """Kill the workers; calls that are open fail. The group can be restarted."""
-
-    def restart(self, *, timeout_s: float) -> Future:
-        """Kill what is left and start anew with the same config: new processes, a new process group, new host objects.
-
-        Returns the new `ready`, which ends within `timeout_s` seconds.
-        """
-
-
-class Engine(Protocol):
-    """Starts groups. A context manager: no worker outlives it, nor the process that made it."""
-
-    def start(self, config: RoleLaunch, *, timeout_s: float) -> Group:
-        """Start a group; returns before its workers are there, so that groups start at the same time.
-
-        `timeout_s`: seconds until all of its host objects must have been made. Raises LaunchError when it cannot be
-        started; what fails later is raised by `Group.ready`.
-        """
-
-    def close(self) -> None:
-        """End all workers; a second call does nothing."""
-
-    def __enter__(self) -> Engine: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-# Messages between a worker of a group and its engine, and their framing on a socket.
-#
-# A message is a pickled tuple behind its length (8 bytes, little endian). To the worker:
+# Messages between a worker of a group and its engine, each a pickled tuple in a frame (`frames`). To the worker:
 #
 #     ("call", number, list)               execute a list: pairs of an operation and its keyword arguments, pickled
 #     ("end",)                             leave
@@ -170,11 +105,6 @@ class Engine(Protocol):
 #     ("at", number, place)                begins the instruction at this place in its list
 #     ("done", number, results)            the answer, pickled; call 0 is the making of the host object
 #     ("failed", number, place, report)    the list ended there; `WorkerReport`
-#
-# The socket is private to the two processes: it is inherited, has no address, and no other process can reach it.
-
-_HEAD = 8
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,105 +150,8 @@ def plain(data: Any) -> bytes:
 
 
 def packed(message: tuple[Any, ...]) -> bytes:
-    """A message as it is sent."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return len(body).to_bytes(_HEAD, "little") + body
-
-
-class WorkerEnd:
-    """The worker's end: it waits."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-
-    def send(self, message: tuple[Any, ...]) -> None:
-        """Raises OSError when the engine has gone."""
-        self._end.sendall(packed(message))
-
-    def receive(self) -> tuple[Any, ...] | None:
-        """The next message; None when the engine has gone."""
-        head = self._exactly(_HEAD)
-        body = self._exactly(int.from_bytes(head, "little")) if head is not None else None
-        return None if body is None else pickle.loads(body)
-
-    def _exactly(self, size: int) -> bytearray | None:
-        held = bytearray(size)
-        view, got = memoryview(held), 0
-        while got < size:
-            try:
-                more = self._end.recv_into(view[got:])
-            except ConnectionError:
-                return None
-            if not more:
-                return None
-            got += more
-        return held
-
-
-class EngineEnd:
-    """The engine's end: it never waits, since a worker that is stopped neither reads nor writes."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        end.setblocking(False)
-        self._out: deque[memoryview] = deque()
-        self._in = bytearray()
-        self.open = True
-
-    def fileno(self) -> int:
-        """The socket's descriptor."""
-        return self._end.fileno()
-
-    @property
-    def writes(self) -> bool:
-        """Whether something is left to be sent."""
-        return self.open and bool(self._out)
-
-    def put(self, message: bytes) -> None:
-        """Send a packed message as far as the worker takes it; `flush` sends the rest."""
-        self._out.append(memoryview(message))
-        self.flush()
-
-    def flush(self) -> None:
-        """Send more of what is left."""
-        try:
-            while self.open and self._out:
-                sent = self._end.send(self._out[0][:_CHUNK])
-                self._out[0] = self._out[0][sent:]
-                if not self._out[0]:
-                    self._out.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._out.clear()  # the worker has gone; reading says so
-
-    def receive(self) -> list[tuple[Any, ...]]:
-        """The messages that are complete now; `open` is False once the worker has gone."""
-        try:
-            while self.open:
-                more = self._end.recv(_CHUNK)
-                if not more:
-                    self.open = False
-                self._in += more
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.open = False
-        found: list[tuple[Any, ...]] = []
-        begin = 0
-        while len(self._in) - begin >= _HEAD:
-            end = begin + _HEAD + int.from_bytes(self._in[begin : begin + _HEAD], "little")
-            if len(self._in) < end:
-                break
-            found.append(pickle.loads(memoryview(self._in)[begin + _HEAD : end]))
-            begin = end
-        del self._in[:begin]
-        return found
-
-    def close(self) -> None:
-        """Nothing more is sent or received."""
-        self.open = False
-        self._end.close()
+    """A message, pickled."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 log = logging.getLogger(__name__)
@@ -335,25 +168,25 @@ def serve(config: RoleLaunch, worker: Worker) -> None:
         raise LaunchError(
             f"{TARGET} serves a controller; start it by an engine of hyper_parallel.launch.roles"
         )
-    end = WorkerEnd(worker.calls)
+    end = worker.calls
+
+    def send(*message: Any) -> None:
+        end.sendall(framed(packed(message)))
+
     try:
         with pulse.operation("making the host object"):
             host = find_target(config.host)(config, worker)
     except Exception as error:
-        end.send(("failed", 0, 0, WorkerReport.of(worker.rank, error)))
+        send("failed", 0, 0, WorkerReport.of(worker.rank, error))
         raise
     with contextlib.suppress(OSError):  # the engine has gone
-        end.send(("done", 0, plain([])))
-        while (message := end.receive()) is not None and message[0] == "call":
-            number = message[1]
-            end.send(answer(host, worker.rank, number, message[2], partial(_report_place, end, number)))
+        send("done", 0, plain([]))
+        while (body := read_frame(end)) is not None and (message := pickle.loads(body))[0] == "call":
+            _, number, sent = message
+            send(*answer(host, worker.rank, number, sent, partial(send, "at", number)))
     leave = getattr(host, "close", None)
     if callable(leave):
         leave()
-
-
-def _report_place(end: WorkerEnd, number: int, place: int) -> None:
-    end.send(("at", number, place))
 
 
 def answer(host: object, rank: int, number: int, sent: bytes, at: Callable[[int], None]) -> tuple[Any, ...]:

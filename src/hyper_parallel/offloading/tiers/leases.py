@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -23,12 +22,12 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.errors import TierError
+from hyper_parallel.proc import try_lock
 from hyper_parallel.units import format_bytes
 from hyper_parallel.untrusted import not_ours, own_folder
 
 PATIENCE_S = 60.0
 """How long `alone` waits. Who holds it works for milliseconds; one that does not let go is stopped, or means ill."""
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def _opened(path: Path) -> int:
@@ -43,11 +42,11 @@ def hold(path: Path) -> int:
     """
     descriptor = _opened(path)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            os.close(descriptor)
-            raise
+        if try_lock(descriptor) is False:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
@@ -60,12 +59,11 @@ def is_held(path: Path) -> bool:
     except OSError:
         return True  # another user's, or nothing of ours
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return not try_lock(descriptor)
     except OSError:
         return True
     finally:
         os.close(descriptor)
-    return False
 
 
 @contextlib.contextmanager
@@ -92,19 +90,9 @@ def alone(folder: Path) -> Iterator[None]:
 
 def _wait_for(descriptor: int) -> None:
     deadline, pause = time.monotonic() + PATIENCE_S, 0.0005
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise OSError(
-                    errno.ETIMEDOUT, f"another process has kept its lock for {PATIENCE_S:.0f} s"
-                ) from None
-        except OSError as error:
-            if error.errno in _UNSUPPORTED:
-                return
-            raise
+    while try_lock(descriptor) is False:
+        if time.monotonic() > deadline:
+            raise OSError(errno.ETIMEDOUT, f"another process has kept its lock for {PATIENCE_S:.0f} s")
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
 

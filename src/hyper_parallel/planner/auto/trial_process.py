@@ -29,7 +29,7 @@ from hyper_parallel import compat
 from hyper_parallel.compat.process_groups import Address, connected
 from hyper_parallel.config import RunConfig
 from hyper_parallel.launch import Worker
-from hyper_parallel.launch.server import die_with
+from hyper_parallel.proc import die_with
 from hyper_parallel.shard import sharded
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import Built, build

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,6 +60,20 @@ class _List:
 
 
 @dataclass
+class _Next:
+    """What a rollout is given with its next list."""
+
+    new: list[AnswerGroup] = field(default_factory=list)
+    """Groups of answers that begin."""
+    going_on: list[tuple[AnswerGroup, Sample, Appended]] = field(default_factory=list)
+    """Answers of several turns that are continued."""
+    dropped: list[int] = field(default_factory=list)
+    """Tickets that were given up."""
+    arrived: bool = False
+    """Whether weights have arrived, to be installed first."""
+
+
+@dataclass
 class LoopState:
     """How far a run is: what a checkpoint has."""
 
@@ -89,6 +102,7 @@ class Controller:
     ) -> None:
         """`trained` is told each batch that was trained, before anything else starts."""
         self._config, self._rl = config, config.rl
+        self._groups = {one.name: one for one in groups}
         self._actor = groups[0]
         self._rollouts = [one for one in groups if one.has("rollout")]
         self._reference = next((one for one in groups if one.has("reference")), None)
@@ -97,19 +111,12 @@ class Controller:
         self._trained = trained
         self.state, self.queue = state, queue
         self._lists: dict[str, _List] = {}
-        self._waiting: dict[str, deque[AnswerGroup]] = {one.name: deque() for one in self._rollouts}
-        """Groups of answers that a rollout is given with its next list."""
-        self._going_on: dict[str, list[tuple[AnswerGroup, Sample, Appended]]] = {
-            one.name: [] for one in self._rollouts
-        }
-        """Answers of several turns that are continued with a rollout's next list."""
+        self._next = {one.name: _Next() for one in self._rollouts}
         self._under_way: dict[int, AnswerGroup] = {}
         self._rows: dict[int, int] = {}
         """Of tickets that have not been trained."""
         self._refused: list[float | None] = []
         """Rewards of groups that were not taken since the last batch."""
-        self._arrived: dict[str, bool] = {}
-        self._dropped: dict[str, list[int]] = {one.name: [] for one in self._rollouts}
         self._taken: list[Sample] | None = None
         """The batch that is being trained on, or scored before."""
 
@@ -154,11 +161,8 @@ class Controller:
             self._scorer.drop(ticket, range(lost.size))
             self.state.again.append(self._rows.pop(ticket))
         self.state.again.sort()
-        if group.name in self._waiting:
-            self._waiting[group.name].clear()
-            self._going_on[group.name].clear()
-            self._dropped[group.name].clear()
-            self._arrived.pop(group.name, None)
+        if group.name in self._next:
+            self._next[group.name] = _Next()
 
     def _admit(self, rollout: RoleGroup) -> None:
         """New groups of answers for a rollout that has room for them."""
@@ -176,7 +180,7 @@ class Controller:
             group = AnswerGroup(ticket, row, self._prompts[row], rollout.name, rl.group)
             self._under_way[ticket] = group
             self._rows[ticket] = row
-            self._waiting[rollout.name].append(group)
+            self._next[rollout.name].new.append(group)
 
     def _next_row(self) -> int:
         if self.state.again:
@@ -187,34 +191,21 @@ class Controller:
     def _generate(self, rollout: RoleGroup) -> None:
         """Send a rollout its next list, if there is anything to do."""
         name = rollout.name
-        begin = self._weights.before_generating(
-            rollout, arrived=self._arrived.pop(name, False), idle=not self._works(name)
-        )
+        given = self._next[name]
+        begin = self._weights.before_generating(rollout, arrived=given.arrived, idle=not self._works(name))
+        given.arrived = False
         told = len(begin)
         self._admit(rollout)
-        new = [
-            Prompted(ticket=one.ticket, place=place, row=one.row, **prompt_fields(one.task))
-            for one in self._waiting[name]
-            for place in range(one.size)
-        ]
+        new = [_asked(group, place) for group in given.new for place in range(group.size)]
         new += [
-            Prompted(
-                ticket=group.ticket,
-                place=sample.place,
-                row=group.row,
-                **prompt_fields(group.task),
-                before=sample,
-                appended=appended,
-            )
-            for group, sample, appended in self._going_on[name]
+            _asked(group, sample.place, before=sample, appended=appended)
+            for group, sample, appended in given.going_on
         ]
-        self._waiting[name].clear()
-        self._going_on[name].clear()
         if not begin and not self._works(name):
             return
-        if dropped := self._dropped[name]:
-            begin = [*begin, do("drop", tickets=list(dropped))]
-            dropped.clear()
+        self._next[name] = _Next()
+        if given.dropped:
+            begin = [*begin, do("drop", tickets=given.dropped)]
         instructions = [*begin, do("generate", new=new, passes=self._rl.chunk)]
         receiving = self._weights.receiving(rollout)
         if receiving:
@@ -228,7 +219,7 @@ class Controller:
             if problem is not None:
                 raise LinkLost(rollout, problem)
             if receiving:
-                self._arrived[name] = all(rank[-1] for rank in results)
+                self._next[name].arrived = all(rank[-1] for rank in results)
 
         self._send(rollout, instructions, ended)
 
@@ -252,7 +243,8 @@ class Controller:
         if one.appended is not None:
             sample = group.samples[one.place]
             if len(sample.tokens) < self._rl.max_tokens:
-                self._going_on[group.rollout].append((group, group.samples.pop(one.place), one.appended))
+                continued = group, group.samples.pop(one.place), one.appended
+                self._next[group.rollout].going_on.append(continued)
                 return
             # There is no room for another turn.
             self._scorer.drop(ticket, [one.place])
@@ -372,11 +364,12 @@ class Controller:
         self.queue.fail(ticket, group.tokens)
         self._scorer.drop(ticket, range(group.size))
         del self._rows[ticket]
-        self._going_on[group.rollout] = [one for one in self._going_on[group.rollout] if one[0] is not group]
-        if group in self._waiting[group.rollout]:
-            self._waiting[group.rollout].remove(group)
+        given = self._next[group.rollout]
+        given.going_on = [one for one in given.going_on if one[0] is not group]
+        if group in given.new:
+            given.new.remove(group)
         else:
-            self._dropped[group.rollout].append(ticket)
+            given.dropped.append(ticket)
 
     def _shuffled(self, samples: list[Sample]) -> list[Sample]:
         """With `task.shuffle_rewards`: each reward at another answer of the batch."""
@@ -410,7 +403,7 @@ class Controller:
             if name not in self._lists or not one.future.done():
                 continue
             del self._lists[name]
-            group = self._group(name)
+            group = self._groups[name]
             group.busy_s += time.monotonic() - one.since
             try:
                 results = one.future.result()
@@ -418,6 +411,7 @@ class Controller:
                 raise GroupLost(group, str(error)) from error
             one.ended(results)
 
-    def _group(self, name: str) -> RoleGroup:
-        known = [self._actor, *self._rollouts, self._reference, self._reward]
-        return next(one for one in known if one is not None and one.name == name)
+
+def _asked(group: AnswerGroup, place: int, **before: Any) -> Prompted:
+    """One answer of a group, or its next turn."""
+    return Prompted(ticket=group.ticket, place=place, row=group.row, **prompt_fields(group.task), **before)

@@ -5,7 +5,6 @@ Roles with the same devices share a group; copies of the rollout have one each.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,8 +12,10 @@ from typing import Any, Literal
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import WeightsError
+from hyper_parallel.launch.roles.engine import Engine, Group
 from hyper_parallel.launch.roles.local import LocalEngine
-from hyper_parallel.launch.roles.protocol import Engine, Future, Group, Instruction
+from hyper_parallel.launch.roles.protocol import Future, Instruction
+from hyper_parallel.proc import cores
 from hyper_parallel.strategy import Strategy
 
 Role = Literal["actor", "rollout", "reference", "critic", "reward"]
@@ -45,8 +46,10 @@ def groups_of(config: RLConfig) -> list[GroupPlan]:
     else:
         size = rollout.spread.world
         copies = [rollout.placed[at : at + size] for at in range(0, len(rollout.placed), size)]
+        # The axes alone, for the launch: a rollout's memory is the role's own to keep to.
+        axes = Strategy(axes=rollout.spread.axes)
         apart += [
-            GroupPlan(f"rollout-{number}", ("rollout",), devices, _axes_of(rollout.spread), rollout.threads)
+            GroupPlan(f"rollout-{number}", ("rollout",), devices, axes, rollout.threads)
             for number, devices in enumerate(copies)
         ]
     if config.rl.kl:
@@ -70,7 +73,7 @@ def groups_of(config: RLConfig) -> list[GroupPlan]:
 
 def launch_of(config: RLConfig, plan: GroupPlan, workers: int, host: str = HOST) -> RoleLaunch:
     """How a group is started. `workers`: of all groups, which share this machine's cores. `host`: of its operations."""
-    threads = plan.threads or config.launch.threads or max(1, _cores() // workers)
+    threads = plan.threads or config.launch.threads or max(1, cores() // workers)
     settings: dict[str, Any] = {"run": config.model_dump(mode="json"), "roles": list(plan.roles)}
     return RoleLaunch(
         name=plan.name,
@@ -83,15 +86,6 @@ def launch_of(config: RLConfig, plan: GroupPlan, workers: int, host: str = HOST)
         devices=plan.devices if config.launch.device != "cpu" and config.roles.engine == "local" else (),
         model_type=str(config.model.config["model_type"]) if config.model.config is not None else None,
     )
-
-
-def _axes_of(strategy: Strategy) -> Strategy:
-    """The axes alone, as `Strategy` has them, for the launch; a rollout's memory is the role's own to keep to."""
-    return Strategy(axes=strategy.axes)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 START_S = 600.0

@@ -177,7 +177,9 @@ def policy_loss(
     return LossSum(
         loss=reduce_tokens(terms, trained, settings.normalization, count),
         weight=trained.sum(),
-        sums={name: _token_sum(value, trained) for name, value in metrics.items()},
+        sums={
+            name: torch.where(trained, floats(value.detach()), 0.0).sum() for name, value in metrics.items()
+        },
     )
 
 
@@ -293,18 +295,14 @@ def _kept(name: str, values: Tensor, trained: Tensor) -> Tensor:
     return torch.where(trained, floats(values), 0.0)
 
 
-def _token_sum(values: Tensor, trained: Tensor) -> Tensor:
-    return torch.where(trained, floats(values.detach()), 0.0).sum()
-
-
-# The critic's loss with clipped values, and the share of the returns' variance that values explain (PPO).
+# The critic's loss with clipped values (PPO).
 #
 # PPO with clipped values (openai/baselines, ppo2; InstructGPT, arXiv 2203.02155, appendix C), with V the value, V_old
 # the one when the answer was scored, R the return:
 #
 #     L = ½ max((V − R)², (V_clip − R)²)        V_clip = min(max(V, V_old − clip), V_old + clip)
 #
-# summed over trained tokens and divided by the count of the step. Explained variance: 1 − Var(R − V) / Var(R).
+# summed over trained tokens and divided by the count of the step.
 
 
 def value_loss(
@@ -339,15 +337,3 @@ def value_loss(
         weight=trained.sum(),
         sums={"value_error": error.detach().sum(), "value_clipped": (clipped & trained).sum()},
     )
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 − Var(R − V) / Var(R) over the trained tokens: 1 is perfect, 0 no better than a constant; NaN if R is constant.
-
-    Returns a float64 scalar without a gradient.
-    """
-    trained = trained_tokens(mask)
-    target = returns.detach()[trained].double()
-    error = target - values.detach()[trained].double()
-    variance = target.var(correction=0)
-    return torch.where(variance > 0, 1 - error.var(correction=0) / variance, torch.nan)

@@ -88,11 +88,6 @@ class StalenessQueue(Generic[Item]):
         """Tickets that started and have not finished."""
         return tuple(self._running)
 
-    @property
-    def finished(self) -> int:
-        """Items that wait for their batch."""
-        return len(self._finished)
-
     def admissible(self, version: int) -> int:
         """How many further items may start now. `version`: of the weights that their first tokens are drawn with."""
         new = self._slack(version)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import ConfigError, LaunchError
-from hyper_parallel.rl.rewards.worker import LENGTH
+from hyper_parallel.frames import FrameEnd
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -189,7 +189,7 @@ class Processes:
                 continue
             worker: _Worker = key.data
             if events & selectors.EVENT_WRITE:
-                worker.flush()
+                worker.end.flush()
                 self._watch(worker)
             if events & selectors.EVENT_READ:
                 replies, ended = worker.replies()
@@ -271,7 +271,7 @@ class Processes:
         with self._lock:
             for job in reversed(worker.batch):
                 self._jobs[job.slot].appendleft(job)
-        self._selector.unregister(worker.channel)
+        self._selector.unregister(worker.end)
         worker.kill()
         self._workers.remove(worker)
         self.counters["restarts"] += 1
@@ -280,12 +280,12 @@ class Processes:
     def _launch(self, slot: int) -> None:
         worker = _Worker(slot, self._start)
         self._workers.append(worker)
-        self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+        self._selector.register(worker.end, selectors.EVENT_READ, worker)
         self._watch(worker)
 
     def _watch(self, worker: _Worker) -> None:
-        writes = selectors.EVENT_WRITE if worker.unsent else 0
-        self._selector.modify(worker.channel, selectors.EVENT_READ | writes, worker)
+        writes = selectors.EVENT_WRITE if worker.end.writes else 0
+        self._selector.modify(worker.end, selectors.EVENT_READ | writes, worker)
 
 
 class _Worker:
@@ -293,7 +293,7 @@ class _Worker:
 
     def __init__(self, slot: int, start: dict[str, Any]) -> None:
         self.slot = slot
-        self.channel, theirs = socket.socketpair()
+        channel, theirs = socket.socketpair()
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         try:
             self.process = subprocess.Popen(
@@ -312,18 +312,16 @@ class _Worker:
                 env=environ,
             )
         except OSError as error:
-            self.channel.close()
+            channel.close()
             raise LaunchError(
                 f"a worker process cannot start: {error.strerror}; free memory or processes"
             ) from error
         finally:
             theirs.close()
-        self.channel.setblocking(False)
+        self.end = FrameEnd(channel, largest=_REPLY)
         self.ready = False
         self.batch: deque[Job] = deque()
         self.deadline: float | None = time.monotonic() + _START_S
-        self.unsent = b""
-        self._read = bytearray()
         self._put(start)
 
     def give(self, batch: list[Job], limit_s: float) -> None:
@@ -333,43 +331,17 @@ class _Worker:
         self._put([job.message for job in batch])
 
     def _put(self, message: Any) -> None:
-        data = json.dumps(message).encode()
-        self.unsent += LENGTH.pack(len(data)) + data
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what the connection takes."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                while self.unsent:
-                    self.unsent = self.unsent[self.channel.send(self.unsent) :]
-            except (BrokenPipeError, ConnectionResetError):
-                self.unsent = b""  # it ended; reading shows it
+        self.end.put(json.dumps(message).encode())
 
     def replies(self) -> tuple[list[dict[str, Any]], bool]:
         """The replies that have come, and whether the connection has ended or what came is no reply."""
-        ended = False
-        try:
-            part = self.channel.recv(1 << 18)
-            self._read += part
-            ended = not part
-        except BlockingIOError:
-            pass
-        except ConnectionResetError:
-            ended = True
         found: list[dict[str, Any]] = []
-        while len(self._read) >= LENGTH.size:
-            [length] = LENGTH.unpack_from(self._read)
-            if length > _REPLY:
-                return found, True
-            if len(self._read) < LENGTH.size + length:
-                break
+        for body in self.end.receive():
             try:
-                found.append(json.loads(self._read[LENGTH.size : LENGTH.size + length]))
+                found.append(json.loads(body))
             except ValueError:  # the user's function wrote to the connection
                 return found, True
-            del self._read[: LENGTH.size + length]
-        return found, ended
+        return found, not self.end.open
 
     def kill(self) -> int:
         """Kill the process group and wait; the exit status."""
@@ -378,7 +350,7 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self.channel.close()
+        self.end.close()
         return self.process.returncode
 
 

@@ -1,6 +1,6 @@
-"""A worker process of a pool: reads jobs, calls a handler, and writes replies, one frame each.
+"""A worker process of a pool: reads jobs, calls a handler, and writes replies, one frame each (`frames`), in JSON.
 
-A frame is the length in 4 bytes and a JSON text. The first frame of the parent names the handler; the worker answers
+The first frame of the parent names the handler; the worker answers
 `{"ready": true}` or `{"error": line}`. Then each frame is a list of messages, which are answered one by one, since the
 parent's time limit holds for each.
 """
@@ -10,21 +10,21 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.frames import framed, read_frame
+from hyper_parallel.proc import die_with
+
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """From a job's message to its reply. Whatever it raises costs that job only."""
-
-LENGTH = struct.Struct("<I")
 
 
 def main(descriptor: int, parent: int) -> None:
     """The worker's loop, until the parent closes the connection or ends."""
-    _die_with(parent)
+    die_with(parent)
     os.set_inheritable(descriptor, False)  # a child of the user's function must not hold the connection open
     channel = socket.socket(fileno=descriptor)
     # The user's function may print: not into what the parent may use standard output for.
@@ -119,19 +119,10 @@ def _handler(start: dict[str, Any]) -> Handler:
 
 
 def _read(channel: socket.socket) -> Any:
-    [length] = LENGTH.unpack(_exactly(channel, LENGTH.size))
-    return json.loads(_exactly(channel, length))
-
-
-def _exactly(channel: socket.socket, count: int) -> bytes:
-    parts = []
-    while count:
-        part = channel.recv(min(count, 1 << 20))
-        if not part:
-            os._exit(0)  # the pool was closed
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+    body = read_frame(channel)
+    if body is None:
+        os._exit(0)  # the pool was closed
+    return json.loads(body)
 
 
 def _write(channel: socket.socket, reply: dict[str, Any]) -> None:
@@ -139,19 +130,7 @@ def _write(channel: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def _send(channel: socket.socket, frame: str) -> None:
-    data = frame.encode()
     try:
-        channel.sendall(LENGTH.pack(len(data)) + data)
+        channel.sendall(framed(frame.encode()))
     except OSError:
         os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    # As `launch.server`, whose package takes longer to import than this worker to start.
-    if sys.platform.startswith("linux"):
-        import ctypes
-        import signal
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

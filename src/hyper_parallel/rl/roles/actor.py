@@ -36,6 +36,7 @@ from hyper_parallel.rl.roles.policy_update import (
     MetricSums,
     MicroRows,
     PolicyTokens,
+    add_gradients,
     advantages_of,
     answer_objective,
     count_of,
@@ -44,6 +45,7 @@ from hyper_parallel.rl.roles.policy_update import (
     on_all_ranks,
     settings_of,
     supervised_samples,
+    update,
     weights_of,
 )
 from hyper_parallel.rl.sample import Sample
@@ -134,12 +136,8 @@ class Actor:
                 model, rows.input_ids, rows.labels, rows.position_ids, tokens, micro_batches=len(micro)
             )
 
-        total = self._accumulated(micro, loss)
-        norm = self.handle.grad_norm()
-        if float(norm) > 1.0:
-            self.handle.clip(norm, 1.0)
-        self._warmup.step(1.0)
-        model.zero_grad(set_to_none=True)
+        total = self._add_gradients(micro, loss)
+        update(model, self._warmup, self.handle.grad_norm(), 1.0)
         return float(self.handle.all_reduce(total, LOSS_AXES))
 
     def warmed_up(self) -> None:
@@ -210,33 +208,25 @@ class Actor:
         micro = micro_batches(samples, self.handle, rl.micro_batch, self._device)
         sums = MetricSums()
 
-        def placed(one: MicroRows, values: Values | None) -> Tensor | None:
-            if values is None:
-                return None
-            return one.rows.placed([values[place] for place in one.places], one.samples)
-
         def loss(one: MicroRows) -> Tensor:
             rows = one.rows
-            given = placed(one, advantages)
-            assert given is not None
             objective = PolicyTokens(
                 settings=self._settings,
                 temperature=rl.temperature,
                 weights=weights_of(rl, rows.drawn, count),
                 behaviour=rows.behaviour,
-                advantages=given,
-                proximal=placed(one, proximal),
-                reference=placed(one, reference),
+                advantages=one.placed(advantages),
+                proximal=None if proximal is None else one.placed(proximal),
+                reference=None if reference is None else one.placed(reference),
                 sums=sums,
             )
             ids, positions = rows.input_ids, rows.position_ids
-            logprobs = placed(one, current)
-            if logprobs is None:
+            if current is None:
                 return token_loss(model, ids, rows.labels, positions, objective, micro_batches=len(micro))
-            whole, value = answer_objective(objective, logprobs)
+            whole, value = answer_objective(objective, one.placed(current))
             return token_loss(model, ids, rows.labels, positions, whole, micro_batches=len(micro)) + value
 
-        total = self._accumulated(micro, loss)
+        total = self._add_gradients(micro, loss)
         norm = self.handle.grad_norm()
         vector = torch.cat([total.double().reshape(1).cpu(), sums.vector()]).to(self._device)
         added = self.handle.all_reduce(vector, LOSS_AXES).cpu()
@@ -247,25 +237,15 @@ class Actor:
                 f"the loss is {found['loss']:g} and the gradient norm {found['grad_norm']:g} at update {self.version}; "
                 "lower rl.optimizer.lr, or look at the rewards in samples.jsonl"
             )
-        if rl.grad_clip is not None and found["grad_norm"] > rl.grad_clip:
-            self.handle.clip(norm, rl.grad_clip)
         scale = self._schedule(self.version)
-        self.optimizer.step(scale)
-        model.zero_grad(set_to_none=True)
+        update(model, self.optimizer, norm, rl.grad_clip, scale)
         self.version += 1
         return {**found, "lr": rl.optimizer.lr * scale}
 
-    def _accumulated(self, micro: Sequence[MicroRows], loss_of: Callable[[MicroRows], Tensor]) -> Tensor:
-        """Add the gradients of micro-batches; this rank's part of the loss, fp32."""
-        total = torch.zeros((), device=self._device)
-        for index, one in enumerate(micro):
-            rows = torch.tensor(one.places, device=self._device)
-            last = index == len(micro) - 1
-            with self.handle.micro_batch(seed=self._config.seed, step=self.version, rows=rows, last=last):
-                loss = loss_of(one)
-                loss.backward()
-            total += loss.detach()
-        return total
+    def _add_gradients(self, micro: Sequence[MicroRows], loss_of: Callable[[MicroRows], Tensor]) -> Tensor:
+        return add_gradients(
+            self.handle, micro, loss_of, self._device, seed=self._config.seed, step=self.version
+        )
 
 
 def logprobs_of(

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import NonFiniteError, UnsupportedModelError
 from hyper_parallel.rl.losses.policy import value_loss
-from hyper_parallel.rl.roles.policy_update import MicroRows, mask_of, micro_batches, on_all_ranks
+from hyper_parallel.rl.roles.policy_update import (
+    MicroRows,
+    add_gradients,
+    mask_of,
+    micro_batches,
+    on_all_ranks,
+    update,
+)
 from hyper_parallel.rl.sample import Sample
 from hyper_parallel.shard import init_weights, parallelize, sharded
 from hyper_parallel.shard.sharded_model import LOSS_AXES
@@ -68,40 +75,33 @@ class Critic:
         count = float(mask_of(samples).sum())
         micro = micro_batches(samples, self.handle, self._rl.micro_batch, self._device)
         total = torch.zeros(2, dtype=torch.float64)
-        for index, one in enumerate(micro):
-            rows = torch.tensor(one.places, device=self._device)
-            with self.handle.micro_batch(seed=self._config.seed, rows=rows, last=index == len(micro) - 1):
-                found = value_loss(
-                    self._of(one),
-                    old_values=_placed(one, old),
-                    returns=_placed(one, returns),
-                    mask=_trained(one),
-                    count=count,
-                    clip=self._rl.critic.clip,
-                )
-                found.loss.backward()
-            total += (
-                torch.stack([found.loss.detach(), found.sums["value_error"] / max(count, 1)]).double().cpu()
+
+        def loss(one: MicroRows) -> Tensor:
+            found = value_loss(
+                self._of(one),
+                old_values=one.placed(old),
+                returns=one.placed(returns),
+                mask=_trained(one),
+                count=count,
+                clip=self._rl.critic.clip,
             )
+            error = found.sums["value_error"] / max(count, 1)
+            total.add_(torch.stack([found.loss.detach(), error]).double().cpu())
+            return found.loss
+
+        add_gradients(self.handle, micro, loss, self._device, seed=self._config.seed)
         norm = self.handle.grad_norm()
-        loss, error = self.handle.all_reduce(total.to(self._device), LOSS_AXES).tolist()
+        value, error = self.handle.all_reduce(total.to(self._device), LOSS_AXES).tolist()
         if not torch.isfinite(norm):
             model.zero_grad(set_to_none=True)
             raise NonFiniteError("the critic's gradient is not finite; lower rl.critic.lr")
-        if self._rl.grad_clip is not None and float(norm) > self._rl.grad_clip:
-            self.handle.clip(norm, self._rl.grad_clip)
-        self.optimizer.step(1.0)
-        model.zero_grad(set_to_none=True)
-        return {"value_loss": loss, "value_error": error}
+        update(model, self.optimizer, norm, self._rl.grad_clip)
+        return {"value_loss": value, "value_error": error}
 
     def _of(self, one: MicroRows) -> Tensor:
         rows = one.rows
         found: Tensor = self.model(rows.input_ids, position_ids=rows.position_ids, use_cache=False).logits
         return found[..., 0]
-
-
-def _placed(one: MicroRows, values: Sequence[Sequence[float]]) -> Tensor:
-    return one.rows.placed([values[place] for place in one.places], one.samples)
 
 
 def _trained(one: MicroRows) -> Tensor:

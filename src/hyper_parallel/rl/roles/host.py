@@ -15,6 +15,7 @@ from hyper_parallel.checkpoint import export
 from hyper_parallel.compat.process_groups import ServedStore, serve_store
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.config.rl import RLConfig
+from hyper_parallel.config.rl_roles import WeightsConfig
 from hyper_parallel.errors import WeightsError
 from hyper_parallel.launch.worker import Worker
 from hyper_parallel.rl.rewards.reward import Prompt
@@ -24,7 +25,7 @@ from hyper_parallel.rl.roles.rollout import Rollout
 from hyper_parallel.rl.roles.sleep import RoleMemory, Turn
 from hyper_parallel.rl.sample import Prompted, Sample
 from hyper_parallel.rl.weights.description import Description
-from hyper_parallel.rl.weights.plan import TransferOptions, plan_weights
+from hyper_parallel.rl.weights.plan import plan_weights
 from hyper_parallel.rl.weights.transfer import Meeting, WeightTransfer, connect, describe, local_tensors
 from hyper_parallel.shard import load_weights
 
@@ -349,10 +350,10 @@ class WeightLinks:
         plan = plan_weights(
             Description.from_json(source),
             Description.from_json(target),
-            TransferOptions(**options),
+            WeightsConfig(**options),
             colocated=gives is not None and takes is not None,
         )
-        rank = plan.source_rank(self._rank) if gives is not None else plan.target_rank(self._rank)
+        rank = self._rank if gives is not None else plan.target_rank(self._rank)
         self._links[link] = connect(
             plan,
             rank,

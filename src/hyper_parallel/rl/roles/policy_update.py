@@ -10,11 +10,11 @@ log-probabilities ℓ of a pass without gradients; the pass with gradients then 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyper_parallel.config.rl import Ratio, RLTraining
 from hyper_parallel.data import Tokenizer
@@ -31,10 +31,11 @@ from hyper_parallel.rl.losses.advantages import (
 from hyper_parallel.rl.losses.policy import PolicyObjective, policy_terms
 from hyper_parallel.rl.losses.reductions import loss_count
 from hyper_parallel.rl.sample import Sample
-from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.step.batches import rows_beside, share_of
+from hyper_parallel.step.optimizer.interface import Optimizer
 
 _RATIOS: dict[Ratio, policy.Ratio] = {
     "token": "token",
@@ -238,6 +239,10 @@ class MicroRows:
     samples: list[Sample]
     rows: SampleRows
 
+    def placed(self, values: Sequence[Sequence[float]]) -> Tensor:
+        """fp32 [B, S] of a value for each token of each sample of the update, at the positions of the labels."""
+        return self.rows.placed([values[place] for place in self.places], self.samples)
+
 
 def micro_batches(
     samples: Sequence[Sample], handle: ShardedModel, micro: int | None, device: torch.device
@@ -254,6 +259,36 @@ def micro_batches(
         own = list(samples[at : at + count])
         found.append(MicroRows(list(range(at, at + count)), own, rows_of(own, length, device)))
     return found
+
+
+def add_gradients(
+    handle: ShardedModel,
+    micro: Sequence[MicroRows],
+    loss_of: Callable[[MicroRows], Tensor],
+    device: torch.device,
+    *,
+    seed: int,
+    step: int = 0,
+) -> Tensor:
+    """Add the gradients of micro-batches; this rank's part of the loss, fp32. `seed`, `step`: of dropout."""
+    total = torch.zeros((), device=device)
+    for index, one in enumerate(micro):
+        rows = torch.tensor(one.places, device=device)
+        with handle.micro_batch(seed=seed, step=step, rows=rows, last=index == len(micro) - 1):
+            loss = loss_of(one)
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def update(
+    model: nn.Module, optimizer: Optimizer, norm: Tensor, clip: float | None, scale: float = 1.0
+) -> None:
+    """Clip the gradient, whose norm is `norm`, let the optimizer step with `scale` times its rate, and drop it."""
+    if clip is not None and float(norm) > clip:
+        sharded(model).clip(norm, clip)
+    optimizer.step(scale)
+    model.zero_grad(set_to_none=True)
 
 
 def on_all_ranks(

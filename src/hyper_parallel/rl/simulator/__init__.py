@@ -6,7 +6,6 @@ of each role, and `ranked_splits` orders given splits.
 
 from hyper_parallel.rl.simulator.run import (
     LoopResult,
-    Split,
     best_split,
     ranked_splits,
     simulate_alternating,
@@ -16,7 +15,6 @@ from hyper_parallel.rl.simulator.run import (
 
 __all__ = [
     "LoopResult",
-    "Split",
     "best_split",
     "ranked_splits",
     "simulate_alternating",

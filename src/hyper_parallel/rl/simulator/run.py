@@ -119,7 +119,7 @@ def _run(
     )
     before = loop.run(setup.warmup * batches_per_step)
     after = loop.run((setup.warmup + setup.steps) * batches_per_step)
-    span = after.now - before.now
+    span, drawn = after.now - before.now, after.tokens - before.tokens
     busy, training = after.busy - before.busy, after.training - before.training
     devices = setup.devices
     used = busy * setup.generation.engine + training * actor
@@ -135,18 +135,13 @@ def _run(
         generating=busy / span / len(engines),
         training=training / span,
         bubble=1 - used / (devices * span),
-        running=(after.tokens - before.tokens)
-        and _mean_running(after.tokens - before.tokens, busy, per_pass, per_sequence),
+        # Answers per pass n: drawn tokens = passes n, and busy = passes p + drawn tokens s.
+        running=drawn * per_pass / (busy - drawn * per_sequence) if drawn and per_pass else 0.0,
         tokens=trained / setup.steps,
         wasted=wasted / max(1, wasted + trained),
         stale_groups=(now.stale.items - then.stale.items) / setup.steps,
         histogram=now.staleness,
     )
-
-
-def _mean_running(tokens: float, busy: float, per_pass: float, per_sequence: float) -> float:
-    """Answers per pass: tokens = passes n and busy = passes p + tokens s."""
-    return tokens * per_pass / (busy - tokens * per_sequence) if per_pass else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,27 +238,14 @@ class CapacityQueue(StalenessQueue[Any]):
 # out can be better, but for the sampled lengths, whose mean the bound takes from their distribution.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """The devices of each role."""
+def best_split(setup: RlSimulation) -> LoopResult:
+    """The loop of the split of `setup.devices` with the least time per step; the fewest rollouts among equals.
 
-    rollout: int
-    train: int
-    result: LoopResult
-    """The loop that they give, simulated."""
-    simulated: int
-    """How many splits were simulated."""
-
-
-def best_split(setup: RlSimulation) -> Split:
-    """The split of `setup.devices` with the least time per step; the fewest rollouts among equals. Raises ConfigError
-    as `simulate_loop`."""
+    Raises ConfigError as `simulate_loop`.
+    """
     engine = setup.generation.engine
-    found = ranked_splits(
-        setup, [(rollout, setup.devices - rollout) for rollout in range(engine, setup.devices, engine)], 1
-    )
-    best = found[0]
-    return Split(rollout=best.rollout_devices, train=best.train_devices, result=best, simulated=len(found))
+    splits = [(rollout, setup.devices - rollout) for rollout in range(engine, setup.devices, engine)]
+    return ranked_splits(setup, splits, 1)[0]
 
 
 def ranked_splits(setup: RlSimulation, splits: Sequence[tuple[int, int]], first: int = 2) -> list[LoopResult]:
@@ -365,7 +347,7 @@ def compare(setup: RlSimulation, progress: Callable[[str], None] = lambda _: Non
     colocated = simulate_colocated(setup)
     if setup.rollout == "auto":
         progress("choosing the split of the devices")
-        first = best_split(setup).result
+        first = best_split(setup)
     else:
         progress(f"simulating {setup.order}")
         first = simulate_loop(setup)

@@ -23,29 +23,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-from hyper_parallel.errors import ConfigError, WeightsError, nearest
+from hyper_parallel.config.rl_roles import WeightsConfig
+from hyper_parallel.errors import WeightsError, nearest
 from hyper_parallel.program.reshard import Buffer, Slices, Transfer, cut, elements, plan_reshard
 from hyper_parallel.rl.weights.description import FLOATING, ITEM_BYTES, Description, Parameter
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferOptions:
-    """How weights travel."""
-
-    dtype: Literal["bfloat16"] | None = None
-    """Round floating-point weights to this on their way; None sends what the narrower side stores."""
-    delta: bool = False
-    """Send only the elements whose bits have changed since the last version. Both sides keep a copy of that version."""
-    bucket_bytes: int = 32 * 2**20
-    """The most bytes of one message, before delta encoding."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in (None, "bfloat16"):
-            raise ConfigError(f"weights cannot travel as {self.dtype!r}; use bfloat16, or leave dtype out")
-        if self.bucket_bytes < 8:
-            raise ConfigError(f"bucket_bytes is {self.bucket_bytes}; one element needs up to 8 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +97,7 @@ class WeightPlan:
 
     source: Description
     target: Description
-    options: TransferOptions
+    options: WeightsConfig
     colocated: bool
     """Whether rank r of the source and of the target are one process."""
     parameters: tuple[PlannedParameter, ...]
@@ -129,10 +111,6 @@ class WeightPlan:
     def world(self) -> int:
         """The number of ranks."""
         return self.source.world if self.colocated else self.source.world + self.target.world
-
-    def source_rank(self, rank: int) -> int:
-        """The plan's rank of a rank of the source."""
-        return rank
 
     def target_rank(self, rank: int) -> int:
         """The plan's rank of a rank of the target."""
@@ -182,7 +160,7 @@ class WeightPlan:
 def plan_weights(
     source: Description,
     target: Description,
-    options: TransferOptions | None = None,
+    options: WeightsConfig | None = None,
     *,
     colocated: bool = False,
 ) -> WeightPlan:
@@ -192,7 +170,7 @@ def plan_weights(
 
     Raises WeightsError for parameters that one side lacks, or whose shapes or element types do not fit.
     """
-    options = options or TransferOptions()
+    options = options or WeightsConfig()
     if colocated and source.world != target.world:
         raise WeightsError(
             f"{source.role} has {source.world} ranks and {target.role} {target.world}; colocated roles have the same"
@@ -348,7 +326,7 @@ def _matched(source: Description, target: Description) -> Iterator[tuple[Paramet
 
 
 def _dtype(
-    one: Parameter, other: Parameter, source: Description, target: Description, options: TransferOptions
+    one: Parameter, other: Parameter, source: Description, target: Description, options: WeightsConfig
 ) -> str:
     """The element type of a parameter on its way: the narrower one, since a receiver would round to it anyway."""
     if one.dtype in FLOATING and other.dtype in FLOATING:
@@ -364,7 +342,7 @@ def _dtype(
     return one.dtype
 
 
-def _digest(source: Description, target: Description, options: TransferOptions, colocated: bool) -> bytes:
+def _digest(source: Description, target: Description, options: WeightsConfig, colocated: bool) -> bytes:
     text = json.dumps(
         [source.to_json(), target.to_json(), vars(options), colocated], sort_keys=True, separators=(",", ":")
     )

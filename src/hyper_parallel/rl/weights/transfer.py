@@ -5,7 +5,7 @@
     target    begin_receive()           into staging tensors; the parameters stay as they are
               finish_receive() → version
               install(version)          copies them into the parameters
-    both      begin_exchange(version), finish_exchange(), install(version)     where the roles are colocated
+    both      exchange(version) → version, install(version)     where the roles are colocated
 
 What is between begin and finish runs on a thread. All waits of a transfer end at its deadline, `seconds` after its
 begin. A transfer that fails raises WeightsError at its finish, closes the connections, so that the other ranks' fail
@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -145,19 +144,11 @@ class WeightTransfer:
         self.begin_receive(version)
         return self.finish_receive()
 
-    def begin_exchange(self, version: int) -> None:
-        """Begin to send and receive, of colocated roles."""
+    def exchange(self, version: int) -> int:
+        """Send and receive, of colocated roles; the version, for `install`. Raises WeightsError."""
         assert self.plan.colocated, "a rank that sends and receives"
         self._begin(version)
-
-    def finish_exchange(self) -> int:
-        """`finish_send` and `finish_receive`."""
         return self._finish()
-
-    def exchange(self, version: int) -> int:
-        """`begin_exchange` and `finish_exchange`."""
-        self.begin_exchange(version)
-        return self.finish_exchange()
 
     @property
     def under_way(self) -> bool:
@@ -275,10 +266,6 @@ class Meeting:
     """Different for links that share a store."""
     epoch: int = 0
     """One more after each restart of a rank: a group that has lost one is of no more use."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Keyword arguments of the class."""
-        return asdict(self)
 
     @property
     def prefix(self) -> str:
