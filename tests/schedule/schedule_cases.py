@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -38,3 +39,14 @@ def uneven(draw: st.DrawFn, stages: int) -> Costs:
     whole = tuple(i + w for i, w in zip(input, weight, strict=True))
     transfers = times(stages - 1, 0, 4)
     return Costs(forward=forward, backward=whole, input=input, weight=weight, transfers=transfers)
+
+
+def recomputed(costs: Costs) -> Costs:
+    """With layer recomputation: a backward pass runs the forward pass again, and both halves of a split one do."""
+
+    def added(times: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(a + b for a, b in zip(times, costs.forward, strict=True))
+
+    return replace(
+        costs, backward=added(costs.backward), input=added(costs.input), weight=added(costs.weight)
+    )

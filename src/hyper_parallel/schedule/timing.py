@@ -122,11 +122,7 @@ def decode(
 
 
 def durations(costs: Costs, placement: Sequence[int]) -> tuple[list[float], list[float]]:
-    """(seconds on the rank, seconds until the next stage has the result) by kind number · stages + stage.
-
-    Without overlap the sending rank is busy until the result has arrived, so that its actions are longer and nothing
-    is left to transfer.
-    """
+    """(seconds on the rank, seconds until the next stage has the result) by kind number · stages + stage."""
     stages = costs.stages
     seconds = [*costs.forward, *costs.backward, *costs.input, *costs.weight]
     delays = [0.0] * (4 * stages)
@@ -134,10 +130,7 @@ def durations(costs: Costs, placement: Sequence[int]) -> tuple[list[float], list
         if placement[border] == placement[border + 1]:
             continue
         for q in (border, stages + border + 1, 2 * stages + border + 1):
-            if costs.overlap:
-                delays[q] = transfer
-            else:
-                seconds[q] += transfer
+            delays[q] = transfer
     return seconds, delays
 
 
