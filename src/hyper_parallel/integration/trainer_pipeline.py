@@ -127,7 +127,7 @@ class TrainerPipeline:
         shape = StepShape(rows, positions, count, documents=False)
 
         def cut() -> Pipeline:
-            return Pipeline.of(model, strategy, shape, args.device, Losses(loss, loss, args.seed))
+            return Pipeline(model, strategy, shape, args.device, Losses(loss, loss, args.seed))
 
         there = all(one.device == args.device for one in model.parameters())
         pipeline = cut() if there else streamed(model, cut, args.device)

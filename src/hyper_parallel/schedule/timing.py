@@ -87,14 +87,15 @@ def time_schedule(schedule: Schedule, costs: Costs, begins: Sequence[float] | No
         ends=tuple(map(tuple, ends)),
         makespan=makespan,
         bubbles=tuple(
-            _bubble(s, e, makespan, begin)
+            bubble(s, e, makespan, begin)
             for s, e, begin in zip(starts, ends, begins or (0.0,) * schedule.ranks, strict=True)
         ),
         peaks=tuple(peak(order, costs) for order in orders),
     )
 
 
-def _bubble(starts: Sequence[float], ends: Sequence[float], makespan: float, begin: float) -> Bubble:
+def bubble(starts: Sequence[float], ends: Sequence[float], makespan: float, begin: float = 0.0) -> Bubble:
+    """The bubble of a rank that may run its first action at `begin`."""
     if not starts:
         return Bubble(makespan - begin, 0.0, 0.0)
     waiting = math.fsum(starts[i + 1] - ends[i] for i in range(len(starts) - 1))

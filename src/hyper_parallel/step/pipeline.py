@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError, StrategyError
-from hyper_parallel.shard import ShardedModel, parallelize, sharded
+from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.forward import documents_known, inference, several_documents
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
 from hyper_parallel.shard.plan.plan import check_length
@@ -65,7 +65,7 @@ def pipeline(
     loss = loss or LossConfig()
     shape = StepShape(rows, length, micro_batches, documents)
     losses = Losses(loss, LossConfig(chunk=loss.chunk), seed)
-    return Pipeline.of(model, strategy, shape, device or device_of(model), losses)
+    return Pipeline(model, strategy, shape, device or device_of(model), losses)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -89,28 +89,15 @@ class Pipeline:
 
     def __init__(
         self,
-        handle: ShardedModel,
-        built: BuiltPipeline | None,
-        shape: StepShape,
-        device: torch.device,
-        losses: Losses,
-    ) -> None:
-        """`built`: None for a model of one stage."""
-        self.handle, self._built, self._shape, self._device = handle, built, shape, device
-        self._losses = losses
-        self._documents = shape.documents
-
-    @classmethod
-    def of(
-        cls,
         model: nn.Module,
         strategy: Strategy,
         shape: StepShape,
         device: torch.device | str,
         losses: Losses,
-    ) -> Pipeline:
+    ) -> None:
         """As `pipeline`, with both losses."""
-        built = None
+        self._built: BuiltPipeline | None = None
+        """None for a model of one stage."""
         if strategy.axes.pipeline > 1:
             axes = strategy.axes
             check_processes(axes.world, f"the strategy's axes multiply to {axes.world} ({axes.product})")
@@ -119,10 +106,11 @@ class Pipeline:
                     "memory.device keeps a pipeline's steps within a budget in hyper-parallel train alone, where the "
                     "update is part of the step's graph; leave it or the pipeline out"
                 )
-            built = cut_into_stages(model, strategy, shape, device, losses)
+            self._built = cut_into_stages(model, strategy, shape, device, losses)
         else:
             parallelize(model, strategy)
-        return cls(sharded(model), built, shape, torch.device(device), losses)
+        self.handle, self._shape, self._device = sharded(model), shape, torch.device(device)
+        self._losses, self._documents = losses, shape.documents
 
     @property
     def plan(self) -> str:
