@@ -69,7 +69,7 @@ class Timing:
 
 
 def time_schedule(schedule: Schedule, costs: Costs, begins: Sequence[float] | None = None) -> Timing:
-    """Start and end of each action, bubbles and peaks of a complete schedule (`check_schedule`).
+    """Start and end of each action, bubbles and peaks of a complete schedule.
 
     `begins`: by rank, when it may run its first action; the time before that is no bubble. Raises StrategyError when
     the costs are of another number of stages, and DeadlockError when the orders wait in a circle.
