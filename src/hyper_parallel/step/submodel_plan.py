@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import GraphError, StrategyError
@@ -75,18 +76,11 @@ class _Found:
 class SubmodelPlanner:
     """Plans on the shadow of a run's model, which has no values and was parallelized by this group's axes."""
 
-    def __init__(
-        self,
-        shadow: GradientRecipe,
-        parts: Parts,
-        device: torch.device | str,
-        told: Callable[[Any], list[Any]],
-    ) -> None:
-        """`told`: gives what all ranks gave, by rank; a collective."""
+    def __init__(self, shadow: GradientRecipe, parts: Parts, device: torch.device | str) -> None:
         place = shadow.handle.pipeline
         assert place is not None, "the shadow was parallelized for a place among others"
         self.place: PipelinePlace = place
-        self._shadow, self._parts, self._device, self._told = shadow, parts, device, told
+        self._shadow, self._parts, self._device = shadow, parts, device
         self._kinds = 0
         self._layer_counts: dict[int, tuple[int, ...]] = {}
         """By submodel with a pipeline: the layers of each stage, by the first micro-batches that needed it."""
@@ -125,14 +119,14 @@ class SubmodelPlanner:
             )
 
         self._kinds += 1
-        documents = any(self._told(bool(micro.several)))
+        documents = any(of_all_ranks(bool(micro.several)))
         whole, questions = captured(micro)
         cut = self._agreed_cut(whole)
         stages = cut.stages(whole, self._shadow)
         values = self._values(stages, cut, lambda: captured(doubled)[0])
         users = {name: tuple(sorted(found)) for name, found in stages.users.items()}
         found = _Found(tuple(values), self._costs(stages, whole, cut), users)
-        by_rank: list[_Found] = self._told(found)
+        by_rank: list[_Found] = of_all_ranks(found)
         self._check(by_rank)
         firsts = [by_rank[group.ranks[0]] for group in self.place.groups]
         layouts = self._layouts(firsts)
@@ -157,7 +151,7 @@ class SubmodelPlanner:
         except GraphError as error:
             raise StrategyError(f"submodels: {error}") from error
         counts = [self._counts(whole, part) if part in order else () for part in range(len(parts.names))]
-        told: list[tuple[list[int], list[tuple[int, ...]]]] = self._told((order, counts))
+        told: list[tuple[list[int], list[tuple[int, ...]]]] = of_all_ranks((order, counts))
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
                 needs = [" → ".join(parts.names[part] for part in found) for found in (told[0][0], other)]
@@ -355,3 +349,10 @@ class Cut:
 def crossings(stages: PipelineStages) -> list[Crossing]:
     """The values that cross between stages."""
     return [one for stage in stages.partition.stages for one in (*stage.sends, *stage.gradients_out)]
+
+
+def of_all_ranks(found: Any) -> list[Any]:
+    """What every rank has found, by rank. A collective."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, found)
+    return told

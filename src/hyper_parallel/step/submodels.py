@@ -44,7 +44,7 @@ from hyper_parallel.shard.model_structure import assigned_modules, submodel_of
 from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.pipeline import device_of
-from hyper_parallel.step.pipeline_build import MakeTransfers, check_processes, refuse_calls, shadow_of
+from hyper_parallel.step.pipeline_build import check_processes, refuse_calls, shadow_of
 from hyper_parallel.step.program_runner import Counts, ProgramRunner, gradients_added, whole_loss
 from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.step.stage_plan import StagePlan
@@ -108,7 +108,7 @@ def submodels(
     recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
     # Copies of rows would count in the routers' auxiliary loss.
     rows.copies = recipe.handle.balancing is None
-    planner = SubmodelPlanner(recipe, parts, where, _told)
+    planner = SubmodelPlanner(recipe, parts, where)
     # The rows with most are first.
     given = rows.arranged(batch)
     micro = rows.share(given, 0)
@@ -154,18 +154,17 @@ class Submodels:
         rows: SubmodelRows,
         micro_batches: int,
         evaluation: LossConfig,
-        transfers: MakeTransfers = ProcessTransfers,
     ) -> None:
         """`first`: the plan of micro-batches like `like`, which needs all submodels; `evaluation`: the loss of held-out
         rows."""
         self.handle, self._planner, self._rows, self._count = handle, planner, rows, micro_batches
         self._first, self._evaluation = first, evaluation
         self._said = False
-        self._runner = ProgramRunner(handle, first, transfers(handle.rank))
+        self._runner = ProgramRunner(handle, first, ProcessTransfers(handle.rank))
         lead, forget = handle.rank == 0, self._runner.forget
-        self._training = Kinds(self._to_train, _told, forget, lead)
+        self._training = Kinds(self._to_train, forget, lead)
         self._training.add(first, like)
-        self._evaluating = Kinds(self._to_evaluate, _told, forget, lead)
+        self._evaluating = Kinds(self._to_evaluate, forget, lead)
 
     @property
     def plan(self) -> str:
@@ -268,10 +267,3 @@ def _in_order(
     """How many micro-batches there are of each kind, and the micro-batches kind by kind."""
     counts = tuple((plan, len(places)) for plan, places in kinds.items())
     return counts, [micro[at] for places in kinds.values() for at in places]
-
-
-def _told(found: Any) -> list[Any]:
-    """What every rank has found. A collective."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, found)
-    return told
