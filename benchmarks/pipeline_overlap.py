@@ -153,9 +153,11 @@ def worker(rank: int, world: int, schedule: str, links: Links, rounds: int) -> d
 
     found = in_turns({name: one.step for name, one in runs.items()}, rounds, measure)
     (times, slept), (times_without, slept_without) = (zip(*found[name], strict=True) for name in runs)
+    paired = runs["with"].built.plan.schedule
+    assert paired is not None
     return {
         "same_bits": bool(equal),
-        "pairs": sum(map(len, runs["with"].built.plan.schedule.pairs)),
+        "pairs": sum(map(len, paired.pairs)),
         "latency_s": links.latency,
         "bandwidth_bytes_s": links.bandwidth,
         "with_over_without": paired_ratio(times, times_without),

@@ -28,8 +28,9 @@ from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup
 from hyper_parallel.runtime.build_program import pipeline_program
-from hyper_parallel.runtime.interpreter import Interpreter
+from hyper_parallel.runtime.interpreter import Interpreter, stages_on, summed
 from hyper_parallel.runtime.rank_transfers import ProcessTransfers
+from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.schedule import named_schedule
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.shard.loss import cross_entropy_sum
@@ -171,7 +172,10 @@ class Ours:
     ) -> None:
         groups = [DeviceGroup(Mesh(("shard", 1)), (at,), f"stage {at}") for at in range(schedule.ranks)]
         program = pipeline_program(cut, schedule, groups)
-        self._run = Interpreter(program, cut, state, rank, ProcessTransfers(rank, deadline=120.0))
+        stages = stages_on(program, cut, groups[rank].name)
+        self._runners = {stage.number: StageRunner(stage, state) for stage in stages}
+        transfers = ProcessTransfers(rank, deadline=120.0)
+        self._run = Interpreter(program, cut, rank, transfers, torch.device("cpu"), self._runners)
         self._run.compare()
         step, tokens = torch.tensor(0), torch.tensor(float(data.labels.numel()))
         parts = {f"micro.{name}": getattr(data, name).chunk(schedule.micro_batches) for name in MICRO_FIELDS}
@@ -179,18 +183,17 @@ class Ours:
             {"step": step, "tokens": tokens, **{name: chunks[at] for name, chunks in parts.items()}}
             for at in range(schedule.micro_batches)
         ]
-        self._values: Any = None
 
     def step(self) -> None:
-        self._values = None
-        self._values = self._run.run(self._batches)
+        for runner in self._runners.values():
+            runner.begin({})
+        self._run.run(self._batches)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = self._values.gradients
-        return found
+        return summed(runner.gradients for runner in self._runners.values())
 
     def loss(self) -> float | None:
-        total = self._values.totals.get("loss")
+        total = summed(runner.totals for runner in self._runners.values()).get("loss")
         return None if total is None else float(total)
 
 

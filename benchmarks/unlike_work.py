@@ -369,12 +369,12 @@ def _worker(rank: int, world: int, kinds: list[MicroBatchKind]) -> list[float]:
             if kind.placement[stage.number] == rank:
                 runners[first + stage.number] = SleepingStage(stage, kind.costs)
         first += len(part.placement)
-    one = Interpreter(program, stages, {"x": torch.zeros(1)}, rank, ProcessTransfers(rank), runners=runners)
+    one = Interpreter(program, stages, rank, ProcessTransfers(rank), torch.device("cpu"), runners)
     found = []
     for _ in range(REPLAYED_STEPS + 1):
         dist.barrier()
         began = time.perf_counter()
-        one.go_on([{}] * program.micro_batches)
+        one.run([{}] * program.micro_batches)
         dist.barrier()
         found.append(time.perf_counter() - began)
     return found[1:]

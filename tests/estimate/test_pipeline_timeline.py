@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from harness.closed_forms import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
 from hyper_parallel.estimate.pipeline_timeline import Ends, PipelineStep, pipeline_step
 from hyper_parallel.estimate.stage_price import StagePrice
 from hyper_parallel.estimate.step_figures import Resident
@@ -21,7 +22,6 @@ from hyper_parallel.schedule import (
     named_schedule,
     with_steady_pairs,
 )
-from hyper_parallel.schedule.lower_bound import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
 from hyper_parallel.trace import Timeline, is_compute
 
 SAVED, LEFT = 100, 40

@@ -110,8 +110,7 @@ def _poison(fault: Fault) -> None:
         return loss * float("nan")
 
     def staged(self: BuiltPipeline, batch: StepBatch, tokens: Tensor) -> Tensor:
-        assert self._handle is not None
-        return poisoned(train(self, batch, tokens), batch, self._handle.model)
+        return poisoned(train(self, batch, tokens), batch, self.handle.model)
 
     def alone(self: Any, batch: StepBatch, tokens: Tensor) -> Tensor:
         return poisoned(eagerly(self, batch, tokens), batch, self._recipe.model)

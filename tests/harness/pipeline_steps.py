@@ -152,7 +152,7 @@ def _run(case: Case, same: Tensors) -> Ran:
             for name, one in _buffers(model).items()
             if sharded(model).pipeline.owns(name)  # type: ignore[union-attr]
         }
-        found = Ran(outcome, built.plan.described(), buffers=held)
+        found = Ran(outcome, built.plan.described[0], buffers=held)
     except HyperParallelError as refusal:
         found = Ran(None, refused=str(refusal))
     dist.barrier()

@@ -18,11 +18,12 @@ from hyper_parallel.graph.ir import GivenTensor, module_state
 from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.layout import Mesh
-from hyper_parallel.program import DeviceGroup, Program
+from hyper_parallel.program import DeviceGroup, Program, RunPair
+from hyper_parallel.runtime import interpreter
 from hyper_parallel.runtime.build_program import pipeline_program
-from hyper_parallel.runtime.interpreter import Interpreter
-from hyper_parallel.runtime.rank_transfers import MemoryTransfers, memory_channels
-from hyper_parallel.runtime.stage_runner import StageRunner
+from hyper_parallel.runtime.interpreter import Interpreter, stages_on
+from hyper_parallel.runtime.rank_transfers import MemoryTransfers, Transfers, memory_channels
+from hyper_parallel.runtime.stage_runner import StageRunner, ended
 from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
 from hyper_parallel.step.micro_batch import MICRO_FIELDS
@@ -100,12 +101,12 @@ def in_stages(found: Partition, state: Tensors, batches: Sequence[Tensors], *, t
 
     def forward(at: int) -> None:
         for runner in runners:
-            for name, value in runner.forward(at, batches[at], ports[at]).items():
+            for name, value in ended(runner.forward_in_turns(at, batches[at], ports[at])).items():
                 ports[at][name] = value
 
     def back(at: int) -> None:
         for runner in reversed(runners):
-            for name, value in runner.input(at, ports[at]).items():
+            for name, value in ended(runner.input_in_turns(at, ports[at])).items():
                 ports[at][name] = value
 
     def weights(at: int) -> None:
@@ -135,6 +136,31 @@ def even_cut(model: nn.Module, stages: int, *lists: str) -> dict[str, int]:
     return {name: at * stages // len(names) for at, name in enumerate(names)}
 
 
+class StepRun:
+    """A rank's part of a Program, with runners of its stages."""
+
+    def __init__(
+        self, program: Program, cut: Partition, state: Tensors, rank: int, transfers: Transfers
+    ) -> None:
+        (group,) = (name for name, one in program.groups.items() if rank in one.ranks)
+        paired = any(isinstance(one, RunPair) for one in program.instructions[group])
+        self._runners = {
+            stage.number: StageRunner(stage, state, pauses=paired) for stage in stages_on(program, cut, group)
+        }
+        self._runs = Interpreter(program, cut, rank, transfers, torch.device("cpu"), self._runners)
+        self.compare = self._runs.compare
+
+    def step(self, batches: Sequence[Tensors]) -> Tensors:
+        """The outputs of the rank's stages, summed over the micro-batches."""
+        for runner in self._runners.values():
+            runner.begin({})
+        self._runs.run(batches)
+        return interpreter.summed(
+            {GRADIENT + name: value for name, value in one.gradients.items()} | one.totals
+            for one in self._runners.values()
+        )
+
+
 Runs = Callable[[Program, Partition, Captured, int, MemoryTransfers], Tensors]
 """(program, its stages, what was captured, rank, transfers) to the outputs of a rank's stages."""
 
@@ -143,8 +169,7 @@ def interpreted(
     program: Program, cut: Partition, found: Captured, rank: int, transfers: MemoryTransfers
 ) -> Tensors:
     """The outputs of a rank's stages, by the interpreter."""
-    one = Interpreter(program, cut, found.state, rank, transfers).run(found.batches)
-    return {**{GRADIENT + name: value for name, value in one.gradients.items()}, **one.totals}
+    return StepRun(program, cut, found.state, rank, transfers).step(found.batches)
 
 
 def run_in_threads(

@@ -1,7 +1,7 @@
 """A campaign against the verifier of Programs: random ones, half of them broken, judged by it, by a search and on gloo.
 
-Random Programs (2 to 4 groups, 1 to 3 micro-batches, virtual stages, skip connections, split backward passes, tied
-gradients), half of them broken: receives posted late and sends held back, or instructions dropped, doubled, moved and
+Random Programs (2 to 4 groups, 1 to 3 micro-batches, virtual stages, skip connections, split backward passes),
+half of them broken: receives posted late and sends held back, or instructions dropped, doubled, moved and
 swapped, until the exhaustive search of all states (`program_oracle`) says that the Program is broken.
 
 - **Accepted**: each runs to its end on gloo with the right values, with sends that wait for the receiver and with

@@ -12,9 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.program import Program, Recv, Reduce, Run, RunPair, Send, Wait
+from hyper_parallel.program import Program, Recv, Run, RunPair, Send, Wait
 
-TRANSFER, REDUCE = 0, 1
+TRANSFER = 0
 
 
 class GlooGroups:
@@ -61,11 +61,11 @@ def _interpret(
     rendezvous: bool,
 ) -> None:
     me = names[rank]
-    receives: dict[tuple[str, int | None], tuple[torch.Tensor, dist.Work]] = {}
-    sends: dict[tuple[str, int | None, str], tuple[torch.Tensor, dist.Work]] = {}
+    receives: dict[tuple[str, int], tuple[torch.Tensor, dist.Work]] = {}
+    sends: dict[tuple[str, int, str], tuple[torch.Tensor, dist.Work]] = {}
 
-    def value(port: str, micro_batch: int | None) -> torch.Tensor:
-        return torch.tensor([ports[port], -1 if micro_batch is None else micro_batch])
+    def value(port: str, micro_batch: int) -> torch.Tensor:
+        return torch.tensor([ports[port], micro_batch])
 
     for one in program.instructions[me]:
         if isinstance(one, Run | RunPair):
@@ -90,24 +90,8 @@ def _interpret(
             work.wait()
             if not torch.equal(tensor, value(one.port, one.micro_batch)):
                 raise ValueError(f"{one} got {tensor.tolist()}")
-        elif isinstance(one, Reduce):
-            _exchange(one, names, me, group, value(one.port, None))
     for _, work in sends.values():
         work.wait()
-
-
-def _exchange(
-    one: Reduce, names: list[str], me: str, group: dist.ProcessGroupGloo, mine: torch.Tensor
-) -> None:
-    """Every group of a Reduce gets the value of each other one."""
-    others = [names.index(name) for name in one.over if name != me]
-    got = [torch.empty_like(mine) for _ in others]
-    work = [group.recv([tensor], rank, REDUCE) for tensor, rank in zip(got, others, strict=True)]
-    work += [group.send([mine], rank, REDUCE) for rank in others]
-    for each in work:
-        each.wait()
-    if any(not torch.equal(tensor, mine) for tensor in got):
-        raise ValueError(f"{one} met another port")
 
 
 def _together(function, count: int) -> None:

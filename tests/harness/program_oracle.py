@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyper_parallel.program import Program, Recv, Reduce, Run, Send, Task, TaskKind, Wait
+from hyper_parallel.program import Program, Recv, Run, Send, Task, TaskKind, Wait
 
-Value = tuple[str, int | None]
+Value = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Blocks until every group of `over` has reached the same one: a collective of ranks, each of them a group here."""
+
+    over: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -84,15 +91,12 @@ def _needs(program: Program, names: list[str], me: int, at: int, rendezvous: boo
         if own:
             return when(one.peer, count, lambda each: isinstance(each, Recv) and each.source == names[me])
         return when(one.peer, count, lambda each: isinstance(each, Send) and each.to == names[me])
-    if isinstance(one, Reduce):
-        over = frozenset(one.over)
-        count = sum(isinstance(each, Reduce) and frozenset(each.over) == over for each in mine[: at + 1])
+    if isinstance(one, Together):
+        count = sum(each == one for each in mine[: at + 1])
         found = []
         for other in one.over:
             if other != names[me]:
-                met = when(
-                    other, count, lambda each: isinstance(each, Reduce) and frozenset(each.over) == over
-                )
+                met = when(other, count, lambda each: each == one)
                 # The other group has to have reached it, not completed it.
                 found += [(rank, place - 1) for rank, place in met]
         return found
@@ -105,26 +109,20 @@ def _data_errors(program: Program) -> list[str]:
     Which value a receive gets depends on the two lists alone, not on the interleaving.
     """
     errors: list[str] = []
-    ran: dict[tuple[str, int | None], int] = {}
+    ran: dict[tuple[str, int], int] = {}
     outgoing: dict[tuple[str, str], list[Value]] = {}
     incoming: dict[tuple[str, str], list[Value]] = {}
-    sums: dict[frozenset[str], dict[str, list[str]]] = {}
     for name, instructions in program.instructions.items():
         for one in instructions:
             if isinstance(one, Send):
                 outgoing.setdefault((name, one.to), []).append((one.port, one.micro_batch))
             elif isinstance(one, Recv):
                 incoming.setdefault((one.source, name), []).append((one.port, one.micro_batch))
-            elif isinstance(one, Reduce):
-                sums.setdefault(frozenset(one.over), {}).setdefault(name, []).append(one.port)
     errors += [
         f"channel {channel}: {outgoing.get(channel)} meets {incoming.get(channel)}"
         for channel in {*outgoing, *incoming}
         if outgoing.get(channel, []) != incoming.get(channel, [])
     ]
-    for over, lists in sums.items():
-        if len({tuple(lists.get(name, ())) for name in over}) > 1:
-            errors.append(f"reduces over {sorted(over)} differ: {lists}")
     for name, instructions in program.instructions.items():
         errors += _memory_errors(program, name, instructions, ran)
     stages = {task.stage for task in program.tasks.values() if task.stage is not None}
@@ -138,9 +136,6 @@ def _data_errors(program: Program) -> list[str]:
             ) in ((1, 0, 0), (0, 1, 1))
             if not good:
                 errors.append(f"stage {stage}, micro-batch {micro_batch} ran {ways}")
-    errors += [
-        f"{t.name} once" for t in program.tasks.values() if t.stage is None and ran.get((t.name, None)) != 1
-    ]
     return errors
 
 
@@ -155,15 +150,13 @@ def _memory_errors(program: Program, name: str, instructions: tuple, ran: dict) 
     buffers: dict[Value, bool] = {}
     sent: set[tuple[Value, str]] = set()
     waited: set[tuple[Value, str]] = set()
-    summed: set[str] = set()
-    reduced = {one.port for one in instructions if isinstance(one, Reduce)}
-    history: list[tuple[Task, int | None]] = []
+    history: list[tuple[Task, int]] = []
     for one in instructions:
         if isinstance(one, Run):
             task = program.tasks[one.task]
             for port in task.takes:
                 value = (port, one.micro_batch)
-                if value not in memory or (port in reduced and port not in summed):
+                if value not in memory:
                     errors.append(f"{name}: {one} lacks {value}")
                 if value in buffers:
                     buffers[value] = True
@@ -189,23 +182,14 @@ def _memory_errors(program: Program, name: str, instructions: tuple, ran: dict) 
                 errors.append(f"{name}: {one} is the second")
             waited.add((value, one.peer))
             memory.add(value)
-        else:
-            if (one.port, None) not in memory or one.port in summed:
-                errors.append(f"{name}: {one} has no value, or is the second")
-            summed.add(one.port)
     errors += [f"{name}: {value} is never taken" for value, taken in buffers.items() if not taken]
     return errors
 
 
-def _order_errors(name: str, run: Run, task: Task, history: list[tuple[Task, int | None]]) -> list[str]:
-    """What a stage's saved values and the step's accumulated gradients ask of the order."""
+def _order_errors(name: str, run: Run, task: Task, history: list[tuple[Task, int]]) -> list[str]:
+    """What a stage's saved values ask of the order."""
     kinds = {other.kind for other, m in history if other.stage == task.stage and m == run.micro_batch}
-    before = {other.kind for other, _ in history}
-    missing = (
-        (task.kind in (TaskKind.BACKWARD, TaskKind.INPUT) and TaskKind.FORWARD not in kinds)
-        or (task.kind is TaskKind.WEIGHT and TaskKind.INPUT not in kinds)
-        or (task.per_micro_batch and before & {TaskKind.REDUCE, TaskKind.UPDATE})
-        or (task.kind is TaskKind.REDUCE and TaskKind.UPDATE in before)
-        or (task.kind is TaskKind.GATHER and any(other.per_micro_batch for other, _ in history))
+    missing = (task.kind in (TaskKind.BACKWARD, TaskKind.INPUT) and TaskKind.FORWARD not in kinds) or (
+        task.kind is TaskKind.WEIGHT and TaskKind.INPUT not in kinds
     )
     return [f"{name}: {run} is out of order"] if missing else []

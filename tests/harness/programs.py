@@ -13,7 +13,6 @@ from hyper_parallel.program import (
     Port,
     Program,
     Recv,
-    Reduce,
     Run,
     Send,
     Task,
@@ -46,14 +45,9 @@ def stage_tasks(
     placement: Sequence[int],
     edges: Edges,
     *,
-    tied: bool = False,
-    saved: int = 0,
     shape: tuple[int, ...] = (4, 2),
-) -> tuple[list[Task], list[Port], list[Reduce]]:
-    """Tasks of all kinds and ports for stages with these edges: what a forward task takes, its backward gives.
-
-    `tied`: the first and the last stage's groups reduce a gradient once a step.
-    """
+) -> tuple[list[Task], list[Port]]:
+    """Tasks of all kinds and ports for stages with these edges: what a forward task takes, its backward gives."""
     tasks: list[Task] = []
     ports: list[Port] = []
     layouts = [Layout.replicated(group.mesh, shape) for group in groups]
@@ -80,24 +74,12 @@ def stage_tasks(
     for stage, rank in enumerate(placement):
         group = groups[rank].name
         tasks += [
-            Task(f"F{stage}", F, group, tuple(takes[stage]), tuple(gives[stage]), saved, stage),
-            Task(f"B{stage}", B, group, tuple(back_takes[stage]), tuple(back_gives[stage]), 0, stage),
-            Task(f"I{stage}", I, group, tuple(back_takes[stage]), tuple(back_gives[stage]), 0, stage),
-            Task(f"W{stage}", W, group, tuple(back_takes[stage]), (), 0, stage),
+            Task(f"F{stage}", F, group, tuple(takes[stage]), tuple(gives[stage]), stage),
+            Task(f"B{stage}", B, group, tuple(back_takes[stage]), tuple(back_gives[stage]), stage),
+            Task(f"I{stage}", I, group, tuple(back_takes[stage]), tuple(back_gives[stage]), stage),
+            Task(f"W{stage}", W, group, tuple(back_takes[stage]), (), stage),
         ]
-    first, last = groups[placement[0]].name, groups[placement[-1]].name
-    reduces = []
-    for group in groups:
-        mine = ("tied",) if tied and group.name in (first, last) and first != last else ()
-        tasks += [
-            Task(f"gather.{group.name}", TaskKind.GATHER, group.name),
-            Task(f"reduce.{group.name}", TaskKind.REDUCE, group.name, (), mine),
-            Task(f"update.{group.name}", TaskKind.UPDATE, group.name, mine),
-        ]
-    if tied and first != last:
-        ports.append(Port("tied", layouts[placement[0]], "float32", first))
-        reduces.append(Reduce("tied", (first, last)))
-    return tasks, ports, reduces
+    return tasks, ports
 
 
 def program_of(
@@ -106,18 +88,16 @@ def program_of(
     *,
     ranks: int = 1,
     depth: int = 2,
-    tied: bool = False,
-    saved: int = 0,
 ) -> Program:
     """The Program of a schedule over groups of `ranks` ranks."""
     groups = groups_of(schedule.ranks, ranks)
     edges = chain(schedule.stages) if edges is None else edges
-    tasks, ports, reduces = stage_tasks(groups, schedule.placement, edges, tied=tied, saved=saved)
+    tasks, ports = stage_tasks(groups, schedule.placement, edges)
     used = {(action.stage, action.kind) for order in schedule.orders for action in order}
-    tasks = [task for task in tasks if not task.per_micro_batch or (task.stage, task.kind) in used]
+    tasks = [task for task in tasks if (task.stage, task.kind) in used]
     given = {port for task in tasks for port in task.gives}
     ports = [port for port in ports if port.name in given]
-    return to_program(schedule, groups, tasks, ports, reduces=reduces, depth=depth)
+    return to_program(schedule, groups, tasks, ports, depth=depth)
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
@@ -176,7 +156,7 @@ def random_program(draw: random.Random, most_ranks: int = 4, most_micro_batches:
         target = draw.randint(source + 1, stages - 1)
         edges[source, target] = edges.get((source, target), 0) + 1
     schedule = random_schedule(draw, placement, ranks, draw.randint(1, most_micro_batches), edges)
-    return program_of(schedule, edges, depth=draw.randint(1, 3), tied=draw.random() < 0.5)
+    return program_of(schedule, edges, depth=draw.randint(1, 3))
 
 
 def mutate(draw: random.Random, program: Program) -> Program:
@@ -220,10 +200,10 @@ def postpone(draw: random.Random, program: Program) -> Program:
 
 
 def _follows(one: Instruction, other: Instruction) -> bool:
-    """Whether `other` has to stay behind `one`: the next transfer of the channel, its own Wait, the step's end."""
+    """Whether `other` has to stay behind `one`: the next transfer of the channel, its own Wait."""
     if isinstance(other, Run):
-        return other.micro_batch is None
-    if isinstance(other, type(one)) and not isinstance(other, Run | Reduce):
+        return False
+    if isinstance(other, type(one)):
         return _peer(one) == _peer(other)
     return isinstance(other, Wait) and (other.port, other.micro_batch, other.peer) == (
         one.port,

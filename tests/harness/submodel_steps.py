@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from harness.ranks import run_ranks
 from harness.submodel_models import MODELS
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.shard.experts.routing import take_loads
 from hyper_parallel.step.submodels import submodels
 from hyper_parallel.strategy import Strategy
 
@@ -57,6 +58,8 @@ class Outcome:
     refused: str = ""
     evaluated: Sequence[float] = ()
     """The mean losses of a token."""
+    loads: Tensor | None = None
+    """The rows of each expert of each layer in the last step, over all ranks."""
 
 
 def on_one_device(case: SubmodelCase) -> Outcome:
@@ -126,6 +129,7 @@ def run_case(case: SubmodelCase) -> Outcome:
                 one.parameter.grad = None
             loss = parts.forward_backward(batch, arrange=case.arrange)
             norm = handle.grad_norm()
+            loads = None if handle.routing is None else handle.over_all_ranks(take_loads(handle))
             owned = [(one, grad) for one in handle.owned() if (grad := one.grad) is not None]
             gradients = {one.name: handle.gather(grad, one.layout).clone() for one, grad in owned}
             with torch.no_grad():
@@ -135,7 +139,7 @@ def run_case(case: SubmodelCase) -> Outcome:
     except HyperParallelError as error:
         return Outcome(refused=str(error))
     values = {one.name: handle.gather(one.local, one.layout).clone() for one in handle.owned()}
-    return Outcome(float(loss), float(norm), gradients, values, parts.plan, evaluated=evaluated)
+    return Outcome(float(loss), float(norm), gradients, values, parts.plan, evaluated=evaluated, loads=loads)
 
 
 @dataclass(frozen=True)

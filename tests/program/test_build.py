@@ -25,7 +25,6 @@ from hyper_parallel.program import (
     Run,
     Send,
     Task,
-    TaskKind,
     Wait,
     find_defects,
     to_program,
@@ -41,7 +40,7 @@ def test_1f1b_with_any_number_of_micro_batches_is_accepted(
     stages: int, micro_batches: int, depth: int
 ) -> None:
     """Fewer micro-batches than stages too, which torchtitan 775 hangs on and torch refuses since."""
-    verify(program_of(one_forward_one_backward(stages, micro_batches), depth=depth, tied=True))
+    verify(program_of(one_forward_one_backward(stages, micro_batches), depth=depth))
 
 
 @pytest.mark.parametrize(
@@ -70,18 +69,9 @@ def test_a_group_runs_its_actions_in_the_schedules_order() -> None:
     program = program_of(schedule)
     for rank, order in enumerate(schedule.orders):
         ran = [
-            (one.task, one.micro_batch)
-            for one in program.instructions[f"g{rank}"]
-            if isinstance(one, Run) and one.micro_batch is not None
+            (one.task, one.micro_batch) for one in program.instructions[f"g{rank}"] if isinstance(one, Run)
         ]
         assert ran == [(str(a).split(".")[0], a.micro_batch) for a in order]
-
-
-def test_prologue_and_epilogue_run_once_around_the_micro_batches() -> None:
-    program = program_of(one_forward_one_backward(2, 2), tied=True)
-    texts = [str(one) for one in program.instructions["g0"] if not isinstance(one, Recv | Wait | Send)]
-    assert texts[0] == "Run(gather.g0)"
-    assert texts[-3:] == ["Run(reduce.g0)", "Reduce(tied) over g0, g1", "Run(update.g0)"]
 
 
 def test_a_send_follows_the_task_that_gives_its_value() -> None:
@@ -113,7 +103,7 @@ def test_a_value_of_an_early_stage_goes_once_to_each_group_that_takes_it() -> No
     order = [Action(F, s, 0) for s in range(5)] + [Action(B, s, 0) for s in reversed(range(5))]
     orders = tuple(tuple(a for a in order if placement[a.stage] == rank) for rank in range(3))
     groups = groups_of(3)
-    tasks, ports, _ = stage_tasks(groups, placement, edges)
+    tasks, ports = stage_tasks(groups, placement, edges)
     # One port for the memory, taken by all decoder stages.
     memory = "x0-1.1"
     used = {(a.stage, a.kind) for a in order}
@@ -124,7 +114,7 @@ def test_a_value_of_an_early_stage_goes_once_to_each_group_that_takes_it() -> No
     }
     shared = []
     for task in tasks:
-        if task.per_micro_batch and (task.stage, task.kind) not in used:
+        if (task.stage, task.kind) not in used:
             continue
         takes = tuple(port for port in task.takes if port not in dropped)
         if task.kind is F and task.stage:
@@ -207,7 +197,7 @@ def test_depth_bounds_the_sends_that_hold_buffers() -> None:
 def test_what_cannot_be_built_is_refused() -> None:
     schedule = one_forward_one_backward(2, 1)
     groups = groups_of(2)
-    tasks, ports, _ = stage_tasks(groups, (0, 1), chain(2))
+    tasks, ports = stage_tasks(groups, (0, 1), chain(2))
     with pytest.raises(ProgramError, match=r"runs B0\.0, and stage 0 has no backward task"):
         to_program(schedule, groups, [t for t in tasks if t.name != "B0"], ports)
     with pytest.raises(ProgramError, match=r"runs F0\.0 on g1, and 'F0' is on g0"):
@@ -225,17 +215,3 @@ def test_a_schedule_that_waits_for_itself_is_refused_with_what_each_group_waits_
         program_of(Schedule("crossed", (0, 1), orders, 2))
     assert "g0 stands at B0.0 and waits for 'dx0-1.0'" in str(error.value)
     assert "g1 stands at F1.1 and waits for 'x0-1.0'" in str(error.value)
-
-
-def test_values_of_the_whole_step_do_not_cross_between_groups() -> None:
-    groups = groups_of(2)
-    tasks, ports, _ = stage_tasks(groups, (0, 1), chain(2))
-    port = ports[0].__class__("mask", ports[0].layout, "int64", "g0")
-    tasks = [
-        Task(t.name, t.kind, t.group, (*t.takes, "mask"), t.gives, 0, t.stage) if t.name == "F1" else t
-        for t in tasks
-        if t.name != "gather.g0"
-    ]
-    tasks.append(Task("gather.g0", TaskKind.GATHER, "g0", (), ("mask",)))
-    with pytest.raises(ProgramError, match="gives once a step"):
-        to_program(one_forward_one_backward(2, 1), groups, tasks, [*ports, port])

@@ -17,14 +17,12 @@ from hyper_parallel.program import (
     Port,
     Program,
     Recv,
-    Reduce,
     Run,
     Send,
     Task,
     TaskKind,
     Wait,
     find_defects,
-    peak_bytes,
     verify,
 )
 from hyper_parallel.schedule import Action, Schedule
@@ -98,7 +96,7 @@ def test_deferred_receives_block_as_reported_in_pytorch_172668() -> None:
     text = str(error.value)
     assert "g0, g1 wait for each other in a cycle" in text
     assert (
-        "g0 (rank 0) stands at instruction 4, Send(x0-1.0, micro-batch 1) to g1, and waits until g1 posts"
+        "g0 (rank 0) stands at instruction 3, Send(x0-1.0, micro-batch 1) to g1, and waits until g1 posts"
         in text
     )
     assert "Recv(x0-1.0, micro-batch 1) from g0" in text
@@ -163,13 +161,13 @@ def test_a_skip_connection_with_batched_transfers_blocks_as_in_pippy_969() -> No
 
 
 def small(**settings: int) -> Program:
-    return program_of(one_forward_one_backward(2, 2), tied=True, **settings)
+    return program_of(one_forward_one_backward(2, 2), **settings)
 
 
 def test_a_send_without_a_receive_and_a_receive_without_a_send() -> None:
     program = small()
     without = edited(program, "g1", lambda order: order.remove(Recv("x0-1.0", 1, "g0")))
-    assert "g0's instruction 6, Send(x0-1.0, micro-batch 1) to g1, has no matching Recv in g1" in texts(
+    assert "g0's instruction 5, Send(x0-1.0, micro-batch 1) to g1, has no matching Recv in g1" in texts(
         without
     )
     without = edited(program, "g0", lambda order: order.remove(Send("x0-1.0", 1, "g1")))
@@ -218,7 +216,6 @@ def test_transfers_and_waits_that_happen_twice_or_for_nothing() -> None:
         (Recv("x0-1.0", 1, "g0"), "posts the same receive a second time"),
         (Wait("x0-1.0", 1, "g0"), "waits a second time"),
         (Send("dx0-1.0", 1, "g0"), "sends the same value a second time"),
-        (Reduce("tied", ("g0", "g1")), "sums the same value a second time"),
     ):
         assert text in texts(edited(program, "g1", lambda order, one=one: order.append(one)))
     first = edited(program, "g0", lambda order: order.insert(0, Wait("x0-1.0", 0, "g1")))
@@ -233,8 +230,6 @@ def test_tasks_that_run_twice_or_never() -> None:
     assert "task 'F0' runs 2 times for micro-batch 1" in texts(twice)
     never = edited(program, "g1", lambda order: order.remove(Run("B1", 1)))
     assert "stage 1 runs no backward task for micro-batch 1" in texts(never)
-    never = edited(program, "g1", lambda order: order.remove(Run("update.g1")))
-    assert "task 'update.g1' never runs" in texts(never)
 
 
 def test_half_of_a_split_backward_pass_is_refused() -> None:
@@ -246,55 +241,9 @@ def test_half_of_a_split_backward_pass_is_refused() -> None:
     swapped = with_list(
         program,
         "g0",
-        [Run("gather.g0"), Run("F0", 0), Run("W0", 0), Run("I0", 0), *program.instructions["g0"][-2:]],
+        [Run("F0", 0), Run("W0", 0), Run("I0", 0)],
     )
     assert "Run(W0, micro-batch 0), comes before the input task" in texts(swapped)
-
-
-def test_prologue_and_epilogue_out_of_place() -> None:
-    def move(name: str, to: int) -> Callable[[list[Instruction]], None]:
-        return lambda order: order.insert(to, order.pop(order.index(Run(name))))
-
-    assert "Run(gather.g0), has to come before" in texts(edited(small(), "g0", move("gather.g0", 99)))
-    assert "Run(reduce.g0), has to come after" in texts(edited(small(), "g0", move("reduce.g0", 0)))
-    program = edited(small(), "g0", move("update.g0", -3))
-    assert "takes 'tied' before it is reduced" in texts(program)
-
-
-def test_an_update_before_a_reduction() -> None:
-    program = program_of(one_forward_one_backward(2, 2))
-    early = edited(program, "g0", lambda order: order.append(order.pop(order.index(Run("reduce.g0")))))
-    assert kinds(early) == {DefectKind.RUNS}
-    assert "Run(update.g0), has to come after instruction" in texts(early)
-
-
-def test_reduces_that_do_not_meet() -> None:
-    program = edited(small(), "g1", lambda order: order.remove(Reduce("tied", ("g0", "g1"))))
-    assert "the groups g0, g1 do not reduce the same ports in one order (g0: tied, g1: None)" in texts(
-        program
-    )
-
-
-def test_reduces_over_different_groups_in_crossed_order_block() -> None:
-    groups = {group.name: group for group in groups_of(3)}
-    layout = Layout.replicated(groups["g0"].mesh, (4,))
-    ports = {name: Port(name, layout, "float32", "g0") for name in ("norm", "tied")}
-    tasks = {
-        group: Task(group, TaskKind.REDUCE, group, (), ("norm", "tied")[: 1 if group == "g2" else 2])
-        for group in groups
-    }
-    norm, tied = Reduce("norm", ("g0", "g1", "g2")), Reduce("tied", ("g0", "g1"))
-    lists: dict[str, tuple[Instruction, ...]] = {
-        "g0": (Run("g0"), norm, tied),
-        "g1": (Run("g1"), norm, tied),
-        "g2": (Run("g2"), norm),
-    }
-    program = Program(groups, tasks, ports, lists, 1)
-    verify(program)
-    (defect,) = find_defects(with_list(program, "g1", (Run("g1"), tied, norm)))
-    assert defect.kind is DefectKind.DEADLOCK
-    assert "Reduce(norm) over g0, g1, g2, and waits until g1 reaches its instruction 2" in defect.text
-    assert "g1 (rank 1) stands at instruction 1, Reduce(tied)" in defect.text
 
 
 # Declarations.
@@ -308,7 +257,7 @@ def declared(port: Port, group_b: DeviceGroup | None = None) -> Program:
     """Stage 0 on a sends `x` to stage 1 on b, forward only."""
     a, b = two_groups()
     b = group_b or b
-    tasks = (Task("f0", F, "a", (), ("x",), 0, 0), Task("f1", F, "b", ("x",), (), 0, 1))
+    tasks = (Task("f0", F, "a", (), ("x",), 0), Task("f1", F, "b", ("x",), (), 1))
     lists: dict[str, tuple[Instruction, ...]] = {
         "a": (Run("f0", 0), Send("x", 0, "b")),
         "b": (Recv("x", 0, "a"), Wait("x", 0, "a"), Run("f1", 0)),
@@ -348,14 +297,11 @@ def test_instructions_that_name_what_is_not_there() -> None:
         (Run("F9", 0), "names a task that the program does not have"),
         (Run("F1", 0), "runs a task of g1"),
         (Run("F0", 2), "needs a micro-batch from 0 to 1"),
-        (Run("update.g0", 0), "names a micro-batch"),
         (Send("y", 0, "g1"), "names a port that the program does not have"),
         (Send("x0-1.0", 0, "g7"), "names 'g7', which is no group with instructions"),
         (Send("x0-1.0", 0, "g0"), "is to the group itself"),
         (Send("dx0-1.0", 0, "g1"), "sends a value that g1 computes"),
         (Recv("x0-1.0", 0, "g1"), "receives from g1 a value that g0 computes"),
-        (Reduce("x0-1.0", ("g0", "g1")), "reduces a value of each micro-batch"),
-        (Reduce("tied", ("g1",)), "is over other groups than its own"),
     ):
         found = texts(edited(program, "g0", lambda order, one=one: order.append(one)))
         assert text in found, found
@@ -371,43 +317,9 @@ def test_stages_and_givers() -> None:
     assert "no task gives port 'x0-1.0'" in texts(replace(program, tasks=tasks))
 
 
-# Memory.
-
-
-def test_peak_bytes_count_saved_values_and_buffers() -> None:
-    """1F1B, 2 stages, 4 micro-batches: stage 0 has 2 in flight. A port has 4 · 2 float32, 32 bytes."""
-    program = program_of(one_forward_one_backward(2, 4), depth=1, saved=1000)
-    peaks = peak_bytes(program)
-    # Two saved; the output in memory until its Wait, which precedes the next send, and one gradient buffer.
-    assert peaks["g0"][0] == 2 * 1000 + 2 * 32 + 32
-    assert peaks["g1"][0] == 1000 + 3 * 32
-    deeper = peak_bytes(program_of(one_forward_one_backward(2, 4), depth=2, saved=1000))
-    assert deeper["g0"][0] == peaks["g0"][0] + 2 * 32, "one more output and one more buffer"
-    verify(program, caps={"g0": peaks["g0"][0]})
-    with pytest.raises(
-        ProgramError, match=r"g0 holds 2,096 bytes at instruction \d+, Run\(F0.*its cap is 2,095"
-    ):
-        verify(program, caps={"g0": peaks["g0"][0] - 1})
-
-
-def test_splitting_off_the_weight_gradient_keeps_what_is_saved() -> None:
-    orders = ((Action(F, 0, 0), Action(TaskKind.INPUT, 0, 0), Action(F, 0, 1)),)
-    rest = (Action(TaskKind.WEIGHT, 0, 0), Action(TaskKind.INPUT, 0, 1), Action(TaskKind.WEIGHT, 0, 1))
-    program = program_of(Schedule("split", (0,), ((*orders[0], *rest),), 2), saved=10)
-    assert peak_bytes(program)["g0"][0] == 20
-
-
-def test_a_forward_only_stage_saves_nothing() -> None:
-    a, b = two_groups()
-    layouts = Layout.replicated(a.mesh, (4,)), Layout.replicated(b.mesh, (4,))
-    program = declared(Port("x", layouts[0], "bfloat16", "a", {"b": layouts[1]}))
-    tasks = {name: replace(task, saved=100) for name, task in program.tasks.items()}
-    assert {g: peak for g, (peak, _) in peak_bytes(replace(program, tasks=tasks)).items()} == {"a": 8, "b": 8}
-
-
 def test_all_tasks_of_a_stage_are_needed_by_name() -> None:
     groups = groups_of(1)
-    tasks, ports, _ = stage_tasks(groups, (0,), {})
+    tasks, ports = stage_tasks(groups, (0,), {})
     assert not ports
     doubled = {**{t.name: t for t in tasks if t.name in ("F0", "B0")}}
     doubled["B0b"] = replace(doubled["B0"], name="B0b")

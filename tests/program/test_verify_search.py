@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.program_oracle import search
+from harness.program_oracle import Together, search
 from harness.programs import (
     broken_program,
     one_forward_one_backward,
@@ -20,11 +21,9 @@ from hyper_parallel.layout import Layout, Mesh
 from hyper_parallel.program import (
     DefectKind,
     DeviceGroup,
-    Instruction,
     Port,
     Program,
     Recv,
-    Reduce,
     Run,
     Send,
     Wait,
@@ -67,19 +66,15 @@ def test_postponed_transfers_block_some_programs_and_not_others() -> None:
 
 def by_rank(program: Program) -> Program:
     """The transfers of each rank on its own: every rank a group, every Run a collective of its group's ranks."""
-    instructions: dict[str, list[Instruction]] = {}
+    instructions: dict[str, list[Any]] = {}
     ports: dict[str, Port] = {}
     one = Mesh(("shard", 1))
     for name, group in program.groups.items():
         for rank in group.ranks:
-            order: list[Instruction] = []
+            order: list[Any] = []
             for each in program.instructions[name]:
                 if isinstance(each, Run):
-                    order.append(Reduce(name, tuple(f"r{r}" for r in group.ranks)))
-                    continue
-                if isinstance(each, Reduce):
-                    over = (program.groups[other].ranks[group.place(rank)] for other in each.over)
-                    order.append(Reduce(each.port, tuple(f"r{r}" for r in over)))
+                    order.append(Together(tuple(f"r{r}" for r in group.ranks)))
                     continue
                 peer = (
                     each.to
@@ -104,9 +99,7 @@ def test_groups_stand_for_their_ranks() -> None:
     verdicts = []
     for seed in range(24):
         draw = random.Random(seed)
-        program = program_of(
-            one_forward_one_backward(2, 2), ranks=2, depth=draw.randint(1, 2), tied=seed % 2 == 0
-        )
+        program = program_of(one_forward_one_backward(2, 2), ranks=2, depth=draw.randint(1, 2))
         if seed % 3:
             program = postpone(draw, program)
         defects = find_defects(program)

@@ -9,14 +9,12 @@ import pytest
 
 from harness import run_ranks
 from harness.families import FAMILIES
-from harness.pipelines import Captured, even_cut
-from hyper_parallel.graph.gradients import GRADIENT
+from harness.pipelines import Captured, StepRun, even_cut
 from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import partition
 from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup
 from hyper_parallel.runtime.build_program import pipeline_program
-from hyper_parallel.runtime.interpreter import Interpreter
 from hyper_parallel.runtime.rank_transfers import ProcessTransfers
 from hyper_parallel.schedule import named_schedule
 
@@ -32,12 +30,11 @@ def _worker(rank: int, world: int, folder: Path, family: str, schedule: str) -> 
     )
     groups = [DeviceGroup(Mesh(("shard", 1)), (at,), f"stage {at}") for at in range(world)]
     program = pipeline_program(cut, named_schedule(schedule, world, MICRO), groups)
-    runs = Interpreter(program, cut, found.state, rank, ProcessTransfers(rank, deadline=60.0))
+    runs = StepRun(program, cut, found.state, rank, ProcessTransfers(rank, deadline=60.0))
     runs.compare()
     whole = found.whole()
     for _ in range(2):
-        values = runs.run(found.batches)
-    staged = {GRADIENT + name: value for name, value in values.gradients.items()} | dict(values.totals)
+        staged = runs.step(found.batches)
     assert staged
     return {
         name: float((value - whole[name]).abs().max())

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import assert_complete, uneven
+from schedule_cases import assert_complete, recomputed, uneven
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.program import TaskKind
@@ -44,7 +44,6 @@ def fits(timing: Timing, caps: list[float]) -> bool:
     room=st.sampled_from([0.0, 0.3, 1.0, math.inf]),
     released=st.lists(st.sampled_from([-0.5, 0.0, 0.5]), min_size=1, max_size=3),
     recomputes=st.booleans(),
-    overlap=st.booleans(),
     data=st.data(),
 )
 def test_auto(
@@ -55,14 +54,13 @@ def test_auto(
     room: float,
     released: list[float],
     recomputes: bool,
-    overlap: bool,
     data: st.DataObject,
 ) -> None:
     micro_batches = ranks * rounds + more
-    costs = replace(data.draw(uneven(ranks * parts)), overlap=overlap)
+    costs = data.draw(uneven(ranks * parts))
     costs = replace(costs, released=tuple(released[s % len(released)] for s in range(costs.stages)))
     if recomputes:
-        costs = costs.recomputed()
+        costs = recomputed(costs)
     least = [float(parts) * max(1.0, 1 - min(released))] * ranks
     caps = [cap * (1 + room) + (ranks - rank - 1) * parts for rank, cap in enumerate(least)]
     found = auto_schedule(costs, ranks, micro_batches, caps, effort=EFFORT)
@@ -166,7 +164,7 @@ def test_optimal_on_the_smallest_instances(seed: int, micro_batches: int, caps: 
 
 
 def test_split_backward_passes_are_left_where_recomputation_makes_them_dear() -> None:
-    costs = Costs.even(4).recomputed()
+    costs = recomputed(Costs.even(4))
     found = auto_schedule(costs, 4, 32, [4.0 - s for s in range(4)])
     kinds = {action.kind for order in found.schedule.orders for action in order}
     assert kinds == {TaskKind.FORWARD, TaskKind.BACKWARD}
@@ -175,7 +173,7 @@ def test_split_backward_passes_are_left_where_recomputation_makes_them_dear() ->
 def test_one_stage_that_recomputes_is_priced_too() -> None:
     """Three stages split for nothing; the slowest one would run its forward pass twice."""
     costs = Costs.even(4)
-    dear = costs.recomputed()
+    dear = recomputed(costs)
     costs = replace(
         costs,
         backward=(*costs.backward[:3], dear.backward[3]),

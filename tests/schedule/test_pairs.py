@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.closed_forms import closed_form_bubble
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.program import TaskKind
 from hyper_parallel.runtime.build_program import caps_of_1f1b, choose_schedule
@@ -24,7 +25,6 @@ from hyper_parallel.schedule import (
     time_schedule,
     with_pairs,
 )
-from hyper_parallel.schedule.lower_bound import closed_form_bubble
 from hyper_parallel.strategy import Pipeline, Strategy
 
 F, B = TaskKind.FORWARD, TaskKind.BACKWARD

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from reference_times import B, F, reference_ends
 
+from harness.closed_forms import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
 from hyper_parallel.schedule import Costs, ScheduleName, named_schedule, time_schedule
-from hyper_parallel.schedule.lower_bound import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
 
 ANY = [(1.0, 1.0, 1.0), (2.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 2.0), (3.0, 2.0, 1.0), (1.0, 3.0, 5.0)]
 SMALL_WEIGHT = [times for times in ANY if times[2] <= min(times[:2])]

@@ -71,15 +71,6 @@ def test_transfers_delay_the_next_stage_and_not_the_sender() -> None:
     assert timing.starts[1][:2] == (1.5, 2.5)
 
 
-def test_without_overlap_the_sender_is_busy_until_the_result_has_arrived() -> None:
-    costs = replace(Costs.even(2, transfer=0.5), overlap=False)
-    timing = time_schedule(named_schedule("gpipe", 2, 2), costs)
-    assert timing.starts[0][:2] == (0.0, 1.5)
-    assert timing.starts[1][:2] == (1.5, 3.0)
-    # The last stage sends gradients, and the first stage sends none.
-    assert timing.makespan == 3.0 + 1.0 + 2 * (2.0 + 0.5) + 2.0
-
-
 def test_transfers_over_one_border_follow_one_another() -> None:
     timing = time_schedule(named_schedule("gpipe", 2, 3), Costs.even(2, transfer=3.0))
     assert timing.starts[1][:3] == (4.0, 7.0, 10.0)
@@ -105,11 +96,6 @@ def test_splitting_frees_nothing_unless_costs_say_so() -> None:
     assert time_schedule(schedule, replace(costs, released=(4.0,))).peaks == (16.0,)
     # What recomputation brings back lives until the weight half.
     assert time_schedule(schedule, replace(costs, released=(-5.0,))).peaks == (30.0,)
-
-
-def test_recomputation_runs_the_forward_pass_in_both_halves() -> None:
-    costs = Costs.even(2).recomputed()
-    assert (costs.backward[0], costs.input[0], costs.weight[0]) == (3.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ import functools
 
 import pytest
 
-from harness.submodel_steps import Compared, SubmodelCase, against_one_device
+import hyper_parallel as hp
+from harness.ranks import run_ranks
+from harness.submodel_models import MODELS
+from harness.submodel_steps import Compared, Outcome, SubmodelCase, against_one_device, run_case
+from hyper_parallel.shard import sharded
+from hyper_parallel.shard.experts.routing import take_loads
 
 VISION = {"modules": ["model.vision_tower", "model.multi_modal_projector"]}
 CASES: dict[int, list[SubmodelCase]] = {
@@ -116,3 +121,21 @@ def test_what_crosses_is_told() -> None:
         "gradient [2, 16, 32] of language 0 to [2/replicate*shard, 16, 32] of vision",
         "gradient [2, 24, 32] of language 1 to [2, 24, 32] of language 0",
     ]
+
+
+def _loads(rank: int, world: int, case: SubmodelCase) -> Outcome:
+    return run_case(case)
+
+
+def test_loads_of_experts_are_those_of_one_device() -> None:
+    case = SubmodelCase("llava mixture", {"vision": VISION, "language": {"axes": {"shard": 2, "expert": 2}}})
+    model, made = case.build(), MODELS[case.model]
+    hp.parallelize(model, hp.Strategy(check=False))
+    given = dict(made.inputs(made.draw(case.rows * case.micro_batches)))
+    del given["labels"]
+    with sharded(model).micro_batch():
+        model(**given, use_cache=False)
+    one = take_loads(sharded(model))
+    assert one.sum() == 2 * 2 * given["input_ids"].numel(), "two layers, two experts for each token"
+    for found in run_ranks(_loads, 3, case):
+        assert found.loads is not None and found.loads.tolist() == one.tolist()

@@ -12,21 +12,32 @@ import torch
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.pipeline_build import MOST_SHAPES, BuiltPipeline
-from hyper_parallel.step.pipeline_plan import MicroBatchShape
+from hyper_parallel.step.pipeline_plan import StepShape
 
 
 class _Counted(BuiltPipeline):
     """Notes each shape that is planned."""
 
     def __init__(self) -> None:
-        planner: Any = SimpleNamespace(place=SimpleNamespace(groups=[SimpleNamespace(ranks=[0])]))
-        super().__init__(planner, SimpleNamespace(), MicroBatchShape(1, 4, 2, False), LossConfig())  # type: ignore[arg-type]
-        self._handle = SimpleNamespace(rank=0)  # type: ignore[assignment]
         self.made: list[tuple[bool, int]] = []
+        self.forgotten: list[Any] = []
 
-    def _made(self, trains: bool, shape: MicroBatchShape) -> Any:
-        self.made.append((trains, shape.length))
-        return SimpleNamespace(train=lambda batch, tokens: tokens, evaluate=lambda micro: torch.zeros(()))
+        def planned(trains: bool, shape: StepShape) -> Any:
+            self.made.append((trains, shape.length))
+            return SimpleNamespace()
+
+        planner: Any = SimpleNamespace(
+            place=SimpleNamespace(groups=[SimpleNamespace(ranks=[0])]),
+            training=lambda shape, like: planned(True, shape),
+            evaluation=lambda like, shape, loss: planned(False, shape),
+        )
+        super().__init__(planner, SimpleNamespace(), StepShape(1, 4, 3, False), LossConfig())  # type: ignore[arg-type]
+        self.handle: Any = SimpleNamespace(rank=0)
+        self.runner: Any = SimpleNamespace(
+            train=lambda counts, batch, tokens: tokens,
+            evaluate=lambda counts, micro: torch.zeros(()),
+            forget=self.forgotten.extend,
+        )
 
     def lengths(self, *lengths: int) -> None:
         """Train on rows of these lengths."""
@@ -50,6 +61,8 @@ def test_the_shape_that_was_not_used_for_longest_is_planned_anew(caplog: pytest.
     pipeline.lengths(1)
     assert pipeline.made[-1] == (True, 1)
     assert caplog.text.count("pad rows to few lengths") == 1
+    # What the runner keeps for them goes with them.
+    assert len(pipeline.forgotten) == 2
 
 
 def test_training_and_evaluation_have_plans_apart() -> None:
@@ -59,4 +72,6 @@ def test_training_and_evaluation_have_plans_apart() -> None:
     micro = [MicroBatch(rows, rows, rows, torch.arange(1))] * 2
     pipeline.evaluate(micro)
     pipeline.evaluate(micro, documents=True)
+    # One plan takes any number of micro-batches.
+    pipeline.evaluate([*micro, *micro])
     assert pipeline.made == [(True, 4), (False, 4), (False, 4)]

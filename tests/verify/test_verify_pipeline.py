@@ -16,7 +16,7 @@ from hyper_parallel.config.load import from_dict
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.launch import Worker
 from hyper_parallel.runtime.stage_runner import StageRunner
-from hyper_parallel.step.program_runner import PipelineRunner
+from hyper_parallel.step.program_runner import ProgramRunner
 from hyper_parallel.verify import Report, verify_file
 from hyper_parallel.verify.run import RESULT, worker_main
 
@@ -64,13 +64,13 @@ def test_from_the_command_line(
 
 
 def _broken(rank: int, world: int, run_file: dict[str, Any]) -> None:
-    reduced = PipelineRunner._reduced
+    reduced = ProgramRunner._gradients
 
-    def halved(self: PipelineRunner, sums: Any) -> dict[str, torch.Tensor]:
-        found = reduced(self, sums)
+    def halved(self: ProgramRunner, kinds: Any) -> dict[str, torch.Tensor]:
+        found = reduced(self, kinds)
         return {name: one * (0.5 if "layers.1" in name else 1.0) for name, one in found.items()}
 
-    PipelineRunner._reduced = halved  # type: ignore[method-assign]
+    ProgramRunner._gradients = halved  # type: ignore[method-assign]
     worker_main(from_dict(run_file), Worker(rank, rank, world, world, torch.device("cpu"), backend("cpu")))
 
 
@@ -86,13 +86,13 @@ def test_a_broken_stage_is_found(run_file: dict[str, Any], tmp_path: Path) -> No
 def test_a_broken_stage_is_found_in_one_process_too(
     run_file: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reduced = PipelineRunner._reduced
+    reduced = ProgramRunner._gradients
 
-    def halved(self: PipelineRunner, sums: Any) -> dict[str, torch.Tensor]:
-        found = reduced(self, sums)
+    def halved(self: ProgramRunner, kinds: Any) -> dict[str, torch.Tensor]:
+        found = reduced(self, kinds)
         return {name: one * (0.5 if "layers.1" in name else 1.0) for name, one in found.items()}
 
-    monkeypatch.setattr(PipelineRunner, "_reduced", halved)
+    monkeypatch.setattr(ProgramRunner, "_gradients", halved)
     report = verify_file(from_dict(run_file), "local")
     assert not report.ok and any(one.startswith("gradient norm") for one in report.failures)
     assert all("layers.1" in one for one in report.failures if one.startswith("gradient of"))

@@ -38,7 +38,8 @@ from hyper_parallel.runtime.stage_costs import StageMemory, stage_memory
 from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.step.micro_batch import WEIGHT
-from hyper_parallel.step.pipeline_plan import StagePair, hidden_matrix, merged_pairs, pairs_on_one_rank
+from hyper_parallel.step.pipeline_plan import hidden_matrix, merged_pairs, pairs_on_one_rank
+from hyper_parallel.step.stage_plan import StagePair
 from hyper_parallel.trace import Collective, Op, Timeline, Trace
 from hyper_parallel.trace.timeline import step_parts
 from hyper_parallel.workload.work import Work

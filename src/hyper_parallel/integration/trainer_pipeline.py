@@ -24,7 +24,7 @@ from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.step.pipeline import Pipeline
 from hyper_parallel.step.pipeline_build import Losses
-from hyper_parallel.step.pipeline_plan import MicroBatchShape
+from hyper_parallel.step.pipeline_plan import StepShape
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.units import round_up
 
@@ -97,7 +97,7 @@ class _Taken:
 class TrainerPipeline:
     """The pipeline of a Trainer's model."""
 
-    def __init__(self, pipeline: Pipeline, shape: MicroBatchShape, pad: int) -> None:
+    def __init__(self, pipeline: Pipeline, shape: StepShape, pad: int) -> None:
         """`shape`: for which the stages were cut; `pad`: the token of padding."""
         self._pipeline, self._each, self._count, self._pad = pipeline, shape.rows, shape.count, pad
         self.handle = pipeline.handle
@@ -125,10 +125,10 @@ class TrainerPipeline:
         as_on_rank_0(model)
         loss = LossConfig(label_smoothing=args.label_smoothing_factor)
 
-        shape = MicroBatchShape(rows, positions, count, documents=False)
+        shape = StepShape(rows, positions, count, documents=False)
 
         def cut() -> Pipeline:
-            return Pipeline.of(model, strategy, shape, args.device, Losses(loss, loss, args.seed))
+            return Pipeline(model, strategy, shape, args.device, Losses(loss, loss, args.seed))
 
         there = all(one.device == args.device for one in model.parameters())
         pipeline = cut() if there else streamed(model, cut, args.device)

@@ -6,13 +6,12 @@ each class of ranks a list of instructions. Pipelines are Programs of several gr
 
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program.build import to_program
-from hyper_parallel.program.memory import Defect, DefectKind, peak_bytes
+from hyper_parallel.program.check_progress import Defect, DefectKind
 from hyper_parallel.program.program import (
     Instruction,
     Port,
     Program,
     Recv,
-    Reduce,
     Run,
     RunPair,
     Send,
@@ -32,7 +31,6 @@ __all__ = [
     "Port",
     "Program",
     "Recv",
-    "Reduce",
     "ReshardPlan",
     "Run",
     "RunPair",
@@ -41,7 +39,6 @@ __all__ = [
     "TaskKind",
     "Wait",
     "find_defects",
-    "peak_bytes",
     "plan_reshard",
     "runs_of",
     "to_program",

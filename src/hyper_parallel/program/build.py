@@ -23,7 +23,6 @@ from hyper_parallel.program.program import (
     Port,
     Program,
     Recv,
-    Reduce,
     Run,
     RunPair,
     Send,
@@ -46,7 +45,6 @@ def to_program(
     tasks: Iterable[Task],
     ports: Iterable[Port],
     *,
-    reduces: Sequence[Reduce] = (),
     depth: int = 2,
 ) -> Program:
     """The Program of a schedule: tasks in its order, with transfers between groups inserted from the data flow.
@@ -54,11 +52,9 @@ def to_program(
     Args:
         schedule: the order of actions of each of its ranks.
         groups: by rank of the schedule.
-        tasks: for each stage its tasks of each kind that the schedule names; GATHER tasks run before the first
-            micro-batch, REDUCE and UPDATE tasks after the last one, in the given order.
+        tasks: for each stage its tasks of each kind that the schedule names.
         ports: what the tasks take and give. A stage may take ports of any other stage. Stages of one group share
             values in memory; every other group that takes a value gets it once.
-        reduces: sums over groups, after the REDUCE tasks and before the UPDATE tasks, in one order for all groups.
         depth: receives of one port that are posted and not yet waited for, and sends of one port to one group that
             hold their buffer. More lets groups run further apart, and takes more memory.
 
@@ -68,9 +64,7 @@ def to_program(
     builder = _Builder(
         schedule, groups, {task.name: task for task in tasks}, {one.name: one for one in ports}, depth
     )
-    builder.prologue()
     builder.actions()
-    builder.epilogue(reduces)
     lists = {group: tuple(post_ahead(order, depth)) for group, order in builder.lists.items()}
     named = {group.name: group for group in groups}
     return Program(named, builder.tasks, builder.ports, lists, schedule.micro_batches)
@@ -99,10 +93,7 @@ class _Builder:
         self.present: dict[str, set[Value]] = {name: set() for name in self.names}
         self.arriving: dict[str, dict[Value, str]] = {name: {} for name in self.names}
         self.in_flight: dict[tuple[str, str, str], list[Wait]] = {}
-        self.step_ports = frozenset(
-            p for task in tasks.values() if not task.per_micro_batch for p in task.gives
-        )
-        stages = {(task.stage, task.kind): task for task in tasks.values() if task.per_micro_batch}
+        stages = {(task.stage, task.kind): task for task in tasks.values()}
         self.orders = [
             [
                 tuple((self._task(stages, action, name), action.micro_batch) for action in unit)
@@ -133,11 +124,6 @@ class _Builder:
                 for port in task.takes:
                     if self._computed_by(port) == name:
                         continue
-                    if port in self.step_ports:
-                        raise ProgramError(
-                            f"{task.name!r} takes {port!r}, which {self._computed_by(port)} gives once a step; "
-                            "only values of micro-batches can cross between groups of a schedule"
-                        )
                     groups = takers.setdefault((port, micro_batch), [])
                     if name not in groups:
                         groups.append(name)
@@ -147,16 +133,6 @@ class _Builder:
         if port not in self.ports:
             raise ProgramError(f"a task takes port {port!r}, which is not among the ports")
         return self.ports[port].group
-
-    def prologue(self) -> None:
-        """Tasks before the first micro-batch."""
-        self._once(TaskKind.GATHER)
-
-    def _once(self, kind: TaskKind) -> None:
-        for task in self.tasks.values():
-            if task.kind is kind:
-                self.lists[task.group].append(Run(task.name))
-                self.present[task.group].update((port, None) for port in task.gives)
 
     def actions(self) -> None:
         """All actions in rounds, each with the transfers of what it gives."""
@@ -179,6 +155,9 @@ class _Builder:
                 for task, micro_batch in self.orders[rank][position[rank]]:
                     self._give(self.names[rank], task, micro_batch)
                 position[rank] += 1
+        # The waits for sends that still hold buffers.
+        for (source, _, _), waits in self.in_flight.items():
+            self.lists[source] += waits
 
     def _has_room(self, unit: _Unit) -> bool:
         """Whether each group that takes what the tasks give may post one more receive of the port."""
@@ -191,11 +170,7 @@ class _Builder:
 
     def _absent(self, rank: int, unit: _Unit) -> list[Value]:
         name = self.names[rank]
-        values = [
-            (port, None if port in self.step_ports else micro_batch)
-            for task, micro_batch in unit
-            for port in task.takes
-        ]
+        values = [(port, micro_batch) for task, micro_batch in unit for port in task.takes]
         return [
             value for value in values if value not in self.present[name] and value not in self.arriving[name]
         ]
@@ -242,20 +217,6 @@ class _Builder:
                 lines.append(f"  {self.names[rank]} stands at {actions} and waits for {values}")
         return "\n".join(lines)
 
-    def epilogue(self, reduces: Sequence[Reduce]) -> None:
-        """The waits for sends that still hold buffers, then what runs once after the last micro-batch."""
-        for (source, _, _), waits in self.in_flight.items():
-            self.lists[source] += waits
-        self._once(TaskKind.REDUCE)
-        for one in reduces:
-            for group in one.over:
-                if group not in self.lists:
-                    raise ProgramError(
-                        f"{one} names a group that the schedule does not have: {', '.join(self.names)}"
-                    )
-                self.lists[group].append(one)
-        self._once(TaskKind.UPDATE)
-
 
 def post_ahead(instructions: Sequence[Instruction], depth: int) -> list[Instruction]:
     """The same instructions, with each Recv as early as possible.
@@ -273,7 +234,7 @@ def post_ahead(instructions: Sequence[Instruction], depth: int) -> list[Instruct
             fixed.append(one)
     moved: list[Instruction] = []
     posted: Counter[str] = Counter()
-    received: set[tuple[str, int | None, str]] = set()
+    received: set[tuple[str, int, str]] = set()
 
     def post(index: int) -> None:
         ready: list[tuple[int, Recv]] = []

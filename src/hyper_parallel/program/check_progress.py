@@ -1,6 +1,6 @@
 """Deadlock check: run the instruction lists until nothing moves, and name the cycle of groups that wait.
 
-Every condition that an instruction waits for (the other group has posted, has sent, has reached the Reduce) stays true
+Every condition that an instruction waits for (the other group has posted, has sent) stays true
 once it is true, and no instruction chooses. So the lists are a deterministic process network (Kahn 1974): if one order
 of execution ends, every order ends, and one greedy run decides.
 
@@ -11,16 +11,14 @@ no cycle between groups has none between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from enum import StrEnum
 
-from hyper_parallel.program.memory import Defect, DefectKind, at, shown
 from hyper_parallel.program.program import (
     Instruction,
     Program,
     Recv,
-    Reduce,
     Run,
     RunPair,
     Send,
@@ -28,6 +26,44 @@ from hyper_parallel.program.program import (
     Wait,
     runs_of,
 )
+
+
+class DefectKind(StrEnum):
+    """What a defect is about."""
+
+    DECLARATION = "declaration"
+    """Groups, tasks, ports and layouts contradict each other, or an instruction names what does not exist."""
+    RUNS = "runs"
+    """A task runs twice, never, or at the wrong place in the step."""
+    VALUE = "value"
+    """A value is used before it is in memory."""
+    CHANNEL = "channel"
+    """Sends and receives do not meet one to one and in one order."""
+    DEADLOCK = "deadlock"
+    """Groups wait for each other in a cycle."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One thing that is wrong."""
+
+    kind: DefectKind
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def at(group: str, index: int, instruction: object) -> str:
+    """How messages name an instruction: ``stage 0's instruction 7, Send(...) to stage 1``."""
+    return f"{group}'s instruction {index}, {instruction},"
+
+
+def shown(values: Iterable[object], most: int = 6) -> str:
+    """A list for a message: the first few, and how many more."""
+    texts = [str(value) for value in values]
+    rest = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + rest
 
 
 def deadlock_defects(program: Program, rendezvous: bool = True) -> list[Defect]:
@@ -57,7 +93,7 @@ def _conditions(program: Program, rendezvous: bool) -> dict[Place, list[tuple[st
     sends, receives = channels(program)
     conditions: dict[Place, list[tuple[str, int]]] = {}
     # By waiting group, its peer and the value: when the transfer is over for that group.
-    over: dict[tuple[str, str, str, int | None], list[tuple[str, int]]] = {}
+    over: dict[tuple[str, str, str, int], list[tuple[str, int]]] = {}
     for (source, target), out in sends.items():
         for ((_, sent), send), ((_, posted), _) in zip(out, receives[source, target], strict=True):
             if rendezvous:
@@ -68,11 +104,6 @@ def _conditions(program: Program, rendezvous: bool) -> dict[Place, list[tuple[st
         for index, one in enumerate(instructions):
             if isinstance(one, Wait):
                 conditions[group, index] = over[group, one.peer, one.port, one.micro_batch]
-    for by_group in reductions(program).values():
-        for together in zip(*by_group.values(), strict=True):
-            places = [(group, index) for group, (index, _) in zip(by_group, together, strict=True)]
-            for place in places:
-                conditions[place] = [other for other in places if other != place]
     return conditions
 
 
@@ -97,7 +128,7 @@ def _cycle(
             for other, least in conditions[waiting, index]
             if other == awaited and position[other] < least
         )
-        what = _for(program, one, awaited, least)
+        what = _for(program, awaited, least)
         where = _ranks(program.groups[waiting].ranks)
         lines.append(f"  {waiting} ({where}) stands at instruction {index}, {one}, and waits {what}")
     lines.append(_advice(program, position, path))
@@ -112,9 +143,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown(ranks)}"
 
 
-def _for(program: Program, one: object, awaited: str, least: int) -> str:
-    if isinstance(one, Reduce):
-        return f"until {awaited} reaches its instruction {least}, {program.instructions[awaited][least]}"
+def _for(program: Program, awaited: str, least: int) -> str:
     other = program.instructions[awaited][least - 1]
     verb = "posts" if isinstance(other, Recv) else "issues"
     return f"until {awaited} {verb} its instruction {least - 1}, {other}"
@@ -147,19 +176,9 @@ def channels(
     return sends, receives
 
 
-def reductions(program: Program) -> dict[frozenset[str], dict[str, list[tuple[int, Reduce]]]]:
-    """By the set of groups, and by group: the indices of its Reduces over that set, in order."""
-    found: dict[frozenset[str], dict[str, list[tuple[int, Reduce]]]] = {}
-    for group, instructions in program.instructions.items():
-        for index, one in enumerate(instructions):
-            if isinstance(one, Reduce):
-                found.setdefault(frozenset(one.over), {}).setdefault(group, []).append((index, one))
-    return found
-
-
 def channel_defects(program: Program) -> list[Defect]:
     """Transfers of which one end is missing, and orders that differ between the two ends."""
-    return [Defect(DefectKind.CHANNEL, text) for text in (*_transfers(program), *_reductions(program))]
+    return [Defect(DefectKind.CHANNEL, text) for text in _transfers(program)]
 
 
 def _transfers(program: Program) -> Iterator[str]:
@@ -186,31 +205,11 @@ def _transfers(program: Program) -> Iterator[str]:
                 break
 
 
-def _reductions(program: Program) -> Iterator[str]:
-    for over, by_group in reductions(program).items():
-        names = sorted(over)
-        lists = [[one.port for _, one in by_group.get(name, [])] for name in names]
-        for ports in zip_longest(*lists):
-            if len(set(ports)) > 1:
-                texts = ", ".join(f"{name}: {port}" for name, port in zip(names, ports, strict=True))
-                yield f"the groups {', '.join(names)} do not reduce the same ports in one order ({texts})"
-                break
-        for port in {port for ports in lists for port in ports}:
-            held = program.ports[port]
-            layouts = {name: held.layout_in(name) for name in names}
-            first = layouts[names[0]]
-            for name, layout in layouts.items():
-                if (layout.dims, layout.parts, layout.shape) != (first.dims, first.parts, first.shape) or (
-                    layout.mesh != first.mesh
-                ):
-                    yield f"port {port!r} is reduced as {first} in {names[0]} and as {layout} in {name}"
-
-
 def value_defects(program: Program) -> list[Defect]:
     """Uses before a value is there, waits without a transfer, transfers twice, and receives that nobody takes."""
     found = []
     for group, instructions in program.instructions.items():
-        walk = _Walk(program, group, instructions)
+        walk = _Walk(program, group)
         for index, instruction in enumerate(instructions):
             found += [f"{at(group, index, instruction)} {text}" for text in walk.step(instruction)]
         found += walk.end()
@@ -223,17 +222,11 @@ class _Walk:
 
     program: Program
     group: str
-    instructions: tuple[Instruction, ...]
     present: set[Value] = field(default_factory=set)
     posted: set[Value] = field(default_factory=set)
     sent: set[tuple[Value, str]] = field(default_factory=set)
     waited: set[tuple[Value, str]] = field(default_factory=set)
-    reduced: set[str] = field(default_factory=set)
     taken: set[Value] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.step_ports = self.program.step_ports()
-        self.to_reduce = {one.port for one in self.instructions if isinstance(one, Reduce)}
 
     def step(self, instruction: Instruction) -> Iterator[str]:
         """The defects of one instruction, and its effect on memory."""
@@ -250,24 +243,15 @@ class _Walk:
             if value in self.posted:
                 yield "posts the same receive a second time"
             self.posted.add(value)
-        elif isinstance(instruction, Wait):
-            yield from self._wait(instruction)
         else:
-            if (instruction.port, None) not in self.present:
-                yield "sums a value that the group has not computed yet"
-            if instruction.port in self.reduced:
-                yield "sums the same value a second time"
-            self.reduced.add(instruction.port)
+            yield from self._wait(instruction)
 
     def _takes(self, run: Run) -> Iterator[str]:
-        task = self.program.tasks[run.task]
-        for port in task.takes:
-            for value in self.program.values(port, run.micro_batch, self.step_ports):
-                if value not in self.present:
-                    yield f"takes {_name(value)}, {self._why_absent(value)}"
-                self.taken.add(value)
-            if port in self.to_reduce and port not in self.reduced:
-                yield f"takes {port!r} before it is reduced over the groups"
+        for port in self.program.tasks[run.task].takes:
+            value = (port, run.micro_batch)
+            if value not in self.present:
+                yield f"takes {_name(value)}, {self._why_absent(value)}"
+            self.taken.add(value)
 
     def _gives(self, run: Run) -> Iterator[str]:
         for port in self.program.tasks[run.task].gives:
@@ -282,8 +266,6 @@ class _Walk:
             yield f"sends {_name(value)}, {self._why_absent(value)}"
         if (value, send.to) in self.sent:
             yield "sends the same value a second time"
-        if send.port in self.to_reduce and send.port not in self.reduced:
-            yield "sends the value before it is reduced over the groups"
         self.sent.add((value, send.to))
 
     def _wait(self, wait: Wait) -> Iterator[str]:
@@ -316,4 +298,4 @@ class _Walk:
 
 def _name(value: Value) -> str:
     port, micro_batch = value
-    return repr(port) if micro_batch is None else f"{port!r} of micro-batch {micro_batch}"
+    return f"{port!r} of micro-batch {micro_batch}"

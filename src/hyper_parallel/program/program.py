@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import DeviceGroup, Layout
-from hyper_parallel.workload.work import bytes_of
 
 
 class TaskKind(StrEnum):
-    """What a task computes."""
+    """What a task computes, once for each micro-batch.
+
+    A micro-batch's backward pass in a stage is one BACKWARD, or an INPUT and later a WEIGHT: a stage may have tasks of
+    all three kinds, and take another one for each micro-batch. What runs once a step is no part of a Program.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -22,22 +24,6 @@ class TaskKind(StrEnum):
     """Gradients of inputs alone: the first half of a split backward pass."""
     WEIGHT = "weight"
     """Gradients of weights alone: the second half."""
-    GATHER = "gather"
-    """Parameters brought together before the first micro-batch."""
-    REDUCE = "reduce"
-    """Gradients summed over ranks and groups after the last micro-batch."""
-    UPDATE = "update"
-    """Clipping and the optimizer's step."""
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-PER_MICRO_BATCH = frozenset({TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT, TaskKind.WEIGHT})
-"""Tasks that run once for each micro-batch; the others run once a step.
-
-A micro-batch's backward pass in a stage is one BACKWARD, or an INPUT and later a WEIGHT: a stage may have tasks of all
-three kinds, and take another one for each micro-batch.
-"""
 
 
 @dataclass(frozen=True)
@@ -52,17 +38,10 @@ class Task:
     """Ports whose values other tasks have computed."""
     gives: tuple[str, ...] = ()
     """Ports whose values it computes."""
-    saved: int = 0
-    """Bytes on each rank that stay alive from a forward task until the backward tasks of the same micro-batch."""
     stage: int | None = None
     """The pipeline stage that the task belongs to. Tasks of one stage share what a micro-batch's forward pass saves."""
     micro_batches: tuple[int, ...] | None = None
     """Those that it runs for: micro-batches of several kinds have tasks of their kind. None: all."""
-
-    @property
-    def per_micro_batch(self) -> bool:
-        """Whether it runs once for each micro-batch, and not once a step."""
-        return self.kind in PER_MICRO_BATCH
 
 
 @dataclass(frozen=True)
@@ -88,10 +67,6 @@ class Port:
         """The value's layout in a group that computes or receives it."""
         return self.layout if group == self.group else self.received.get(group, self.layout)
 
-    def local_bytes(self, group: str) -> int:
-        """Bytes of the value on the first rank of a group: the first chunks are the longest."""
-        return bytes_of(self.dtype) * math.prod(self.layout_in(group).local_shape({}))
-
 
 # Instructions of one class of ranks, in the order in which a rank issues them.
 #
@@ -109,23 +84,22 @@ class Port:
 # - `Wait` blocks until its transfer is over: for a receive until the other group has issued the `Send`; for a send
 #   until the other group has posted the `Recv`, after which the buffer is free. A send without a `Wait` holds its
 #   buffer until the step ends.
-# - `Reduce` blocks until every group of `over` has reached the same `Reduce`.
 #
 # A channel is an ordered pair of groups. It is first in, first out: the k-th `Send` from A to B meets the k-th `Recv`
 # of B from A, since NCCL and HCCL have no tags. Each channel has a communicator of its own, so the two directions
 # between a pair do not hold each other up.
 
 
-def _of(port: str, micro_batch: int | None) -> str:
-    return port if micro_batch is None else f"{port}, micro-batch {micro_batch}"
+def _of(name: str, micro_batch: int) -> str:
+    return f"{name}, micro-batch {micro_batch}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run a task. `micro_batch` is None for a task that runs once a step."""
+    """Run a task."""
 
     task: str
-    micro_batch: int | None = None
+    micro_batch: int
 
     def __str__(self) -> str:
         return f"Run({_of(self.task, self.micro_batch)})"
@@ -146,10 +120,10 @@ class RunPair:
 
 @dataclass(frozen=True)
 class Send:
-    """Send this rank's part of a port's value to another group. `micro_batch` is None for a value of the whole step."""
+    """Send this rank's part of a port's value to another group."""
 
     port: str
-    micro_batch: int | None
+    micro_batch: int
     to: str
 
     def __str__(self) -> str:
@@ -161,7 +135,7 @@ class Recv:
     """Post the receive of a port's value from another group; the value is in memory after its `Wait`."""
 
     port: str
-    micro_batch: int | None
+    micro_batch: int
     source: str
 
     def __str__(self) -> str:
@@ -176,7 +150,7 @@ class Wait:
     """
 
     port: str
-    micro_batch: int | None
+    micro_batch: int
     peer: str
     """The group at the other end of the transfer."""
 
@@ -184,22 +158,7 @@ class Wait:
         return f"Wait({_of(self.port, self.micro_batch)}) for {self.peer}"
 
 
-@dataclass(frozen=True)
-class Reduce:
-    """Sum a port's value over device groups: gradients of weights that several stages share.
-
-    A task of each group gives the port; rank i of a group adds its part to rank i's of the others. The k-th `Reduce`
-    over the same groups is the same one in each.
-    """
-
-    port: str
-    over: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"Reduce({self.port}) over {', '.join(self.over)}"
-
-
-Instruction = Run | RunPair | Send | Recv | Wait | Reduce
+Instruction = Run | RunPair | Send | Recv | Wait
 
 
 def runs_of(instruction: Instruction) -> tuple[Run, ...]:
@@ -209,8 +168,8 @@ def runs_of(instruction: Instruction) -> tuple[Run, ...]:
     return (instruction,) if isinstance(instruction, Run) else ()
 
 
-Value = tuple[str, int | None]
-"""A port's value of one micro-batch, or of the whole step (None)."""
+Value = tuple[str, int]
+"""A port's value of one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -246,26 +205,6 @@ class Program:
                 f"{what} {name!r}, which the program does not have: it has {', '.join(known)}"
             )
 
-    def step_ports(self) -> frozenset[str]:
-        """Ports whose value exists once a step, since a task that runs once a step gives it."""
-        return frozenset(
-            port for task in self.tasks.values() if not task.per_micro_batch for port in task.gives
-        )
-
     def micro_batches_of(self, task: Task) -> Sequence[int]:
         """The micro-batches that a task runs for."""
         return range(self.micro_batches) if task.micro_batches is None else task.micro_batches
-
-    def values(self, port: str, micro_batch: int | None, step_ports: frozenset[str]) -> tuple[Value, ...]:
-        """The values of a port that a task takes when it runs for `micro_batch`.
-
-        A task that runs once a step takes the values of all micro-batches. `step_ports`: as of the method.
-        """
-        if port in step_ports:
-            return ((port, None),)
-        if micro_batch is not None:
-            return ((port, micro_batch),)
-        given = {
-            each for task in self.tasks.values() if port in task.gives for each in self.micro_batches_of(task)
-        }
-        return tuple((port, each) for each in sorted(given))

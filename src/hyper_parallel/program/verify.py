@@ -8,17 +8,23 @@ assumes rendezvous, which waits for most: what ends there ends with fewer waits 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from hyper_parallel.errors import ProgramError
 from hyper_parallel.layout import Layout
-from hyper_parallel.program.check_progress import channel_defects, deadlock_defects, value_defects
-from hyper_parallel.program.memory import Defect, DefectKind, at, memory_defects, shown
+from hyper_parallel.program.check_progress import (
+    Defect,
+    DefectKind,
+    at,
+    channel_defects,
+    deadlock_defects,
+    shown,
+    value_defects,
+)
 from hyper_parallel.program.program import (
     Instruction,
     Program,
     Recv,
-    Reduce,
     Run,
     RunPair,
     Send,
@@ -29,25 +35,23 @@ from hyper_parallel.program.program import (
 )
 
 
-def find_defects(
-    program: Program, *, rendezvous: bool = True, caps: Mapping[str, int] | None = None
-) -> tuple[Defect, ...]:
+def find_defects(program: Program, *, rendezvous: bool = True) -> tuple[Defect, ...]:
     """Everything that is wrong, or nothing. Each check relies on the ones before it.
 
     `rendezvous`: sends block until the receive is posted, the default and the stricter. Without it only a send's Wait
-    blocks: for asking whether a Program that is refused would run with asynchronous sends. `caps`: bytes by group.
+    blocks: for asking whether a Program that is refused would run with asynchronous sends.
     """
     found = declaration_defects(program)
     if not found:
         found = [*run_defects(program), *value_defects(program), *channel_defects(program)]
     if not found:
-        found = [*deadlock_defects(program, rendezvous), *memory_defects(program, caps or {})]
+        found = deadlock_defects(program, rendezvous)
     return tuple(found)
 
 
-def verify(program: Program, *, caps: Mapping[str, int] | None = None) -> None:
+def verify(program: Program) -> None:
     """Raise ProgramError with every defect of a Program that can block, or whose instructions contradict each other."""
-    found = find_defects(program, caps=caps)
+    found = find_defects(program)
     if found:
         shown = [f"- {defect}" for defect in found[:8]]
         more = [f"- and {len(found) - 8} more"] if len(found) > 8 else []
@@ -74,7 +78,6 @@ def _ranks(program: Program) -> Iterator[str]:
 
 def _tasks(program: Program) -> Iterator[str]:
     stage_groups: dict[int, str] = {}
-    reduced = _reduced(program)
     for task in program.tasks.values():
         if task.stage is not None:
             group = stage_groups.setdefault(task.stage, task.group)
@@ -85,27 +88,18 @@ def _tasks(program: Program) -> Iterator[str]:
                 )
         for name in task.gives:
             owner = program.ports[name].group
-            if owner != task.group and task.group not in reduced.get(name, set()):
-                yield (
-                    f"task {task.name!r} of {task.group} gives port {name!r}, which {owner} computes; "
-                    "only a port that is reduced over both may be given by both"
-                )
+            if owner != task.group:
+                yield f"task {task.name!r} of {task.group} gives port {name!r}, which {owner} computes"
 
 
 def _ports(program: Program) -> Iterator[str]:
-    reduced = _reduced(program)
-    given: dict[str, set[bool]] = {}
-    for task in program.tasks.values():
-        for given_port in task.gives:
-            given.setdefault(given_port, set()).add(task.per_micro_batch)
+    given = {port for task in program.tasks.values() for port in task.gives}
     for name, port in program.ports.items():
         if port.group not in program.groups:
             yield f"port {name!r} is computed by group {port.group!r}, which the program does not have"
             continue
         if name not in given:
             yield f"no task gives port {name!r}"
-        elif len(given[name]) > 1:
-            yield f"port {name!r} is given by a task of each micro-batch and by one of the whole step"
         yield from (f"port {name!r}: {text}" for text in _layout(program, port.layout, port.group))
         for group, layout in port.received.items():
             if group not in program.groups:
@@ -118,7 +112,7 @@ def _ports(program: Program) -> Iterator[str]:
                     f"and {layout.shape} in {group}, which receives it"
                 )
         receivers = {task.group for task in program.tasks.values() if name in task.takes} - {port.group}
-        for group in sorted((receivers | reduced.get(name, set())) - set(port.received) - {port.group}):
+        for group in sorted(receivers - set(port.received)):
             if program.groups[group].mesh != program.groups[port.group].mesh:
                 yield (
                     f"port {name!r} has no layout in {group}, whose mesh is not {port.group}'s: "
@@ -137,27 +131,14 @@ def _layout(program: Program, layout: Layout, group: str) -> Iterator[str]:
             yield f"its layout {layout} in {group} names axis {sorted(unknown)}, which the mesh does not have"
 
 
-def _reduced(program: Program) -> dict[str, set[str]]:
-    """Port to the groups over which it is reduced."""
-    reduced: dict[str, set[str]] = {}
-    for instructions in program.instructions.values():
-        for instruction in instructions:
-            if isinstance(instruction, Reduce):
-                reduced.setdefault(instruction.port, set()).update(instruction.over)
-    return reduced
-
-
 def _instructions(program: Program) -> Iterator[str]:
-    step_ports = program.step_ports()
     for group, instructions in program.instructions.items():
         for index, instruction in enumerate(instructions):
-            for text in _instruction(program, group, instruction, step_ports):
+            for text in _instruction(program, group, instruction):
                 yield f"{at(group, index, instruction)} {text}"
 
 
-def _instruction(
-    program: Program, group: str, instruction: Instruction, step_ports: frozenset[str]
-) -> Iterator[str]:
+def _instruction(program: Program, group: str, instruction: Instruction) -> Iterator[str]:
     if isinstance(instruction, Run | RunPair):
         for run in runs_of(instruction):
             yield from _run(program, group, run)
@@ -168,15 +149,7 @@ def _instruction(
     if port is None:
         yield "names a port that the program does not have"
         return
-    if isinstance(instruction, Reduce):
-        if unknown := [name for name in instruction.over if name not in program.instructions]:
-            yield f"is over {unknown}, which have no instructions"
-        if group not in instruction.over:
-            yield "is over other groups than its own"
-        if port.name not in step_ports:
-            yield "reduces a value of each micro-batch; only what is given once a step can be reduced"
-        return
-    yield from _micro_batch(program, instruction.micro_batch, once=port.name in step_ports)
+    yield from _micro_batch(program, instruction.micro_batch)
     peer = _peer(instruction)
     if peer not in program.instructions:
         yield f"names {peer!r}, which is no group with instructions"
@@ -195,7 +168,7 @@ def _run(program: Program, group: str, run: Run) -> Iterator[str]:
         return
     if task.group != group:
         yield f"runs a task of {task.group}"
-    yield from _micro_batch(program, run.micro_batch, once=not task.per_micro_batch)
+    yield from _micro_batch(program, run.micro_batch)
     if task.micro_batches is not None and run.micro_batch not in task.micro_batches:
         yield "is for a micro-batch of another kind than the task's"
 
@@ -219,10 +192,8 @@ def _peer(instruction: Send | Recv | Wait) -> str:
     return instruction.source if isinstance(instruction, Recv) else instruction.peer
 
 
-def _micro_batch(program: Program, micro_batch: int | None, once: bool) -> Iterator[str]:
-    if once and micro_batch is not None:
-        yield "names a micro-batch; this happens once a step"
-    if not once and (micro_batch is None or not 0 <= micro_batch < program.micro_batches):
+def _micro_batch(program: Program, micro_batch: int) -> Iterator[str]:
+    if not 0 <= micro_batch < program.micro_batches:
         yield f"needs a micro-batch from 0 to {program.micro_batches - 1}"
 
 
@@ -243,14 +214,10 @@ def _counts(program: Program) -> Iterator[str]:
     )
     for (name, micro_batch), count in runs.items():
         if count > 1:
-            where = "" if micro_batch is None else f" for micro-batch {micro_batch}"
-            yield f"task {name!r} runs {count} times{where}"
+            yield f"task {name!r} runs {count} times for micro-batch {micro_batch}"
     backward: dict[int, dict[TaskKind, Task]] = {}
     for task in program.tasks.values():
-        if not task.per_micro_batch:
-            if not runs[task.name, None]:
-                yield f"task {task.name!r} never runs; it has to run once a step"
-        elif task.stage is not None and task.kind in _OF_BACKWARD:
+        if task.stage is not None and task.kind in _OF_BACKWARD:
             kinds = backward.setdefault(task.stage, {})
             if task.kind in kinds:
                 yield f"stage {task.stage} has two {task.kind} tasks, {kinds[task.kind].name!r} and {task.name!r}"
@@ -270,35 +237,17 @@ def _counts(program: Program) -> Iterator[str]:
 
 
 def _order(program: Program) -> Iterator[str]:
-    """Forward before backward, input before weight; prologue and epilogue around the micro-batches of their stage."""
+    """Forward before backward, input before weight."""
     has_forward = {task.stage for task in program.tasks.values() if task.kind is TaskKind.FORWARD}
     for group, instructions in program.instructions.items():
-        runs = [
-            (index, run, program.tasks[run.task])
-            for index, instruction in enumerate(instructions)
-            for run in runs_of(instruction)
-        ]
-        done: set[tuple[int | None, TaskKind, int | None]] = set()
-        for index, run, task in runs:
-            before = _needed(task, has_forward)
-            if before is not None and (task.stage, before, run.micro_batch) not in done:
-                yield f"{at(group, index, run)} comes before the {before} task of its stage and micro-batch"
-            done.add((task.stage, task.kind, run.micro_batch))
-        for index, run, task in runs:
-            early, late = task.kind is TaskKind.GATHER, task.kind in (TaskKind.REDUCE, TaskKind.UPDATE)
-            if not (early or late):
-                continue
-            for other_index, other_run, other in runs:
-                related = task.stage is None or other.stage is None or task.stage == other.stage
-                inner = other.per_micro_batch or (
-                    task.kind is TaskKind.UPDATE and other.kind is TaskKind.REDUCE
-                )
-                if related and inner and (other_index < index if early else other_index > index):
-                    yield (
-                        f"{at(group, index, run)} has to come {'before' if early else 'after'} "
-                        f"instruction {other_index}, {other_run}"
-                    )
-                    break
+        done: set[tuple[int | None, TaskKind, int]] = set()
+        for index, instruction in enumerate(instructions):
+            for run in runs_of(instruction):
+                task = program.tasks[run.task]
+                before = _needed(task, has_forward)
+                if before is not None and (task.stage, before, run.micro_batch) not in done:
+                    yield f"{at(group, index, run)} comes before the {before} task of its stage and micro-batch"
+                done.add((task.stage, task.kind, run.micro_batch))
 
 
 def _needed(task: Task, has_forward: set[int | None]) -> TaskKind | None:

@@ -1,9 +1,8 @@
-"""Builds the Program of a pipeline, or of submodels: tasks and ports from the partition's data flow, order from a
-schedule."""
+"""Builds the Program of a step: tasks and ports from the data flow of its partitions, order from a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hyper_parallel.errors import StrategyError
@@ -32,14 +31,8 @@ def pipeline_program(partition: Partition, schedule: Schedule, groups: Sequence[
     """
     if any(group.mesh != groups[0].mesh for group in groups):
         raise StrategyError("the stages of a pipeline have equal meshes")
-    stages = partition.stages
-    _check_stages(schedule, len(stages))
-    homes = [groups[rank] for rank in schedule.placement]
-    tasks = [task for stage in stages for task in _tasks(stage, homes[stage.number].name)]
-    ports = [
-        _port(one, homes[stage.number]) for stage in stages for one in (*stage.sends, *stage.gradients_out)
-    ]
-    return _verified(schedule, groups, tasks, ports)
+    kind = ProgramKind(partition, schedule.placement, {}, schedule.micro_batches)
+    return step_program([kind], schedule, groups)[0]
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,8 @@ class ProgramKind:
     placement: tuple[int, ...]
     """Stage to the place of its device group."""
     layouts: Mapping[str, Mapping[str, Layout]]
-    """Of each value that crosses, by its name and by group."""
+    """Of each value that crosses, by its name and by group. A value that has none is sent by every rank as it has it,
+    to the rank with its place in the other group's mesh."""
     count: int
     """Of such micro-batches in the step."""
 
@@ -58,7 +52,7 @@ class ProgramKind:
 def step_program(
     kinds: Sequence[ProgramKind], schedule: Schedule, groups: Sequence[DeviceGroup]
 ) -> tuple[Program, Partition]:
-    """The verified Program of submodels, whose groups may have unlike meshes, and the stages of all kinds, numbered as
+    """The verified Program of a step, whose groups may have unlike meshes, and the stages of all kinds, numbered as
     the schedule has them: kind after kind, as its micro-batches are.
 
     Raises as `pipeline_program` does.
@@ -69,40 +63,23 @@ def step_program(
     first = 0
     for kind in kinds:
         homes = [groups[place] for place in kind.placement]
-        micro_batches = tuple(range(first, first + kind.count))
+        micro_batches = None if len(kinds) == 1 else tuple(range(first, first + kind.count))
         for stage in kind.partition.stages:
             numbered = replace(stage, number=len(stages))
             stages.append(numbered)
             tasks += _tasks(numbered, homes[stage.number].name, micro_batches)
-            ports += [_crossing_port(one, kind, homes) for one in (*stage.sends, *stage.gradients_out)]
+            ports += [_port(one, kind, homes) for one in (*stage.sends, *stage.gradients_out)]
         first += kind.count
-    _check_stages(schedule, len(stages))
-    return _verified(schedule, groups, tasks, ports), Partition(tuple(stages), {})
-
-
-def _crossing_port(one: Crossing, kind: ProgramKind, homes: Sequence[DeviceGroup]) -> Port:
-    there = kind.layouts[one.name]
-    dtype = str(one.value.dtype).removeprefix("torch.")
-    home, taker = homes[one.source].name, homes[one.target].name
-    return Port(one.name, there[home], dtype, home, {taker: there[taker]})
-
-
-def _check_stages(schedule: Schedule, stages: int) -> None:
-    if schedule.stages != stages:
+    if schedule.stages != len(stages):
         raise StrategyError(
-            f"schedule {schedule.name} has {schedule.stages} stages, and the model was cut into {stages}"
+            f"schedule {schedule.name} has {schedule.stages} stages, and the model was cut into {len(stages)}"
         )
+    program = to_program(schedule, groups, tasks, ports)
+    verify(program)
+    return program, Partition(tuple(stages), {})
 
 
-def _verified(
-    schedule: Schedule, groups: Sequence[DeviceGroup], tasks: Iterable[Task], ports: Iterable[Port]
-) -> Program:
-    made = to_program(schedule, groups, tasks, ports)
-    verify(made)
-    return made
-
-
-def _tasks(stage: Stage, group: str, micro_batches: tuple[int, ...] | None = None) -> list[Task]:
+def _tasks(stage: Stage, group: str, micro_batches: tuple[int, ...] | None) -> list[Task]:
     forward = tuple(one.name for one in stage.receives), tuple(one.name for one in stage.sends)
     backward = tuple(one.name for one in stage.gradients_in), tuple(one.name for one in stage.gradients_out)
     flows = {
@@ -125,10 +102,13 @@ def _tasks(stage: Stage, group: str, micro_batches: tuple[int, ...] | None = Non
     ]
 
 
-def _port(one: Crossing, home: DeviceGroup) -> Port:
-    """Every rank of a stage sends what it has itself to the rank with its place in the other group's mesh."""
+def _port(one: Crossing, kind: ProgramKind, homes: Sequence[DeviceGroup]) -> Port:
+    home, taker = homes[one.source], homes[one.target].name
     dtype = str(one.value.dtype).removeprefix("torch.")
-    return Port(one.name, Layout.replicated(home.mesh, one.value.shape), dtype, home.name)
+    layouts = kind.layouts.get(one.name)
+    if layouts is None:
+        return Port(one.name, Layout.replicated(home.mesh, one.value.shape), dtype, home.name)
+    return Port(one.name, layouts[home.name], dtype, home.name, {taker: layouts[taker]})
 
 
 # The schedule of a strategy's pipeline: a named one, or one that is made for the stages at hand.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, fx
 
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph.execute import Executable, Host
 from hyper_parallel.graph.host_nodes import HostPoint
-from hyper_parallel.program import Instruction, Program, Recv, Reduce, Run, RunPair, Send, Wait
+from hyper_parallel.program import Instruction, Program, Recv, Run, RunPair, Send, Wait
 from hyper_parallel.runtime.rank_transfers import RankTransfers
 from hyper_parallel.runtime.stage_runner import flat
 
@@ -30,6 +30,10 @@ class GraphInterpreter:
         self._runs, self._transfers, self._begins = runs, transfers, begins
         self._instructions = program.instructions[transfers.group.name]
         self.positions = positions(program, transfers.group.name)
+        self._host: Host | None = None
+        self._place: int | None = 0
+        """Of the instruction at hand; None behind the schedule."""
+        self._next = 0
 
     def run(
         self, tensors: Mapping[str, Tensor], host: Host | None = None, name: Callable[[], str] = str
@@ -37,15 +41,29 @@ class GraphInterpreter:
         """Run a step on `tensors`, by the names of the graph's inputs; its outputs, by name. `host`: is asked what is
         no transfer. `name`: of the step, in errors, which have positions as those of `Interpreter` up to the end of
         the schedule."""
-        transfers = _Transfers(self, host)
-        with errors_placed(name, self.positions, lambda: transfers.place):
-            return self._runs.run(tensors, transfers)
+        self._host, self._place, self._next = host, 0, 0
+        with errors_placed(name, self.positions, lambda: self._place):
+            return self._runs.run(tensors, self._answer)
 
     def node_of(self, error: BaseException) -> fx.Node | None:
         """As of `Executable`."""
         return self._runs.node_of(error)
 
-    def ask(self, place: int, point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
+    def _answer(self, point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
+        """What the graph asks the host."""
+        if point is HostPoint.BEGIN:
+            self._place, self._next = self._next, self._next + 1
+            self._begins(self._place)
+            return None
+        if point in (HostPoint.POST, HostPoint.SEND, HostPoint.WAIT):
+            assert self._place is not None, "transfers are part of the schedule"
+            return self._transfer(self._place, point, values)
+        if self._next == len(self.positions):
+            self._place = None
+        assert self._host is not None, f"the graph asks the host at {point!r}"
+        return self._host(point, values)
+
+    def _transfer(self, place: int, point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
         """What the instruction at a place has to do with another rank."""
         if place == len(self._instructions):
             self._transfers.drain()
@@ -60,33 +78,6 @@ class GraphInterpreter:
             case other:
                 raise AssertionError(f"{other} asks the host at {point!r}")
         return None
-
-    def begins(self, place: int) -> None:
-        """An instruction begins."""
-        self._begins(place)
-
-
-class _Transfers:
-    """The host of one step."""
-
-    def __init__(self, of: GraphInterpreter, host: Host | None) -> None:
-        self._of, self._host = of, host
-        self.place: int | None = 0
-        """Of the instruction at hand; None behind the schedule."""
-        self._next = 0
-
-    def __call__(self, point: HostPoint, values: Sequence[Tensor]) -> Tensor | None:
-        if point is HostPoint.BEGIN:
-            self.place, self._next = self._next, self._next + 1
-            self._of.begins(self.place)
-            return None
-        if point in (HostPoint.POST, HostPoint.SEND, HostPoint.WAIT):
-            assert self.place is not None, "transfers are part of the schedule"
-            return self._of.ask(self.place, point, values)
-        if self._next == len(self._of.positions):
-            self.place = None
-        assert self._host is not None, f"the graph asks the host at {point!r}"
-        return self._host(point, values)
 
 
 # Positions in a Program, for people: stage, micro-batch and instruction.
@@ -108,7 +99,7 @@ class Position:
 def positions(program: Program, group: str) -> tuple[Position, ...]:
     """The positions of a group's instructions, and behind them that of the end of a step."""
     found = [
-        Position(_text(program, group, one), isinstance(one, Send | Wait | Reduce))
+        Position(_text(program, group, one), isinstance(one, Send | Wait))
         for one in program.instructions[group]
     ]
     return *found, Position("the end of the schedule, where the last sends are waited for", True)
@@ -135,15 +126,12 @@ def errors_placed(
 
 
 def _text(program: Program, group: str, one: Instruction) -> str:
-    if isinstance(one, Reduce):
-        return str(one)
     if isinstance(one, RunPair):
         return " beside ".join(_text(program, group, run) for run in (one.forward, one.backward))
     stage = _stage(program, group, one)
-    places = ["" if stage is None else f"stage {stage}"]
-    if one.micro_batch is not None:
-        places.append(f"micro-batch {one.micro_batch}")
-    return ", ".join([*filter(None, places), str(replace(one, micro_batch=None))])
+    places = [] if stage is None else [f"stage {stage}"]
+    numbered = f"micro-batch {one.micro_batch}"
+    return ", ".join([*places, numbered, str(one).replace(f", {numbered}", "")])
 
 
 def _stage(program: Program, group: str, one: Run | Send | Recv | Wait) -> int | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
+import torch
 from torch import Tensor, fx
 
 from hyper_parallel.errors import HyperParallelError
@@ -22,18 +22,16 @@ from hyper_parallel.program import (
     Instruction,
     Program,
     Recv,
-    Reduce,
     Run,
     RunPair,
     Send,
     TaskKind,
     Wait,
-    runs_of,
 )
 from hyper_parallel.runtime.graph_interpreter import errors_placed, positions
 from hyper_parallel.runtime.rank_transfers import RankTransfers, Transfers
 from hyper_parallel.runtime.reshard_transfers import KnownPorts, ReshardTransfers
-from hyper_parallel.runtime.stage_runner import StageRunner, Turns, ended, together
+from hyper_parallel.runtime.stage_runner import StageRunner, TaskRunner, Value, ended, together
 
 # Runs the instruction list of a device group in order, whatever its values are.
 #
@@ -44,31 +42,6 @@ from hyper_parallel.runtime.stage_runner import StageRunner, Turns, ended, toget
 # what each may block on). Values that cross between stages of one group stay in memory. A backward pass that runs whole
 # computes the gradients of its inputs first. They are sent before the gradients of weights are computed, so that the
 # stage before waits for less.
-
-Value = TypeVar("Value")
-
-
-class TaskRunner(Protocol[Value]):
-    """The tasks of one stage. Those in turns stop before each wait for a collective."""
-
-    @property
-    def stage(self) -> Stage:
-        """The stage."""
-
-    def forward_in_turns(
-        self, micro_batch: int, batch: Mapping[str, Value], received: Mapping[str, Value]
-    ) -> Turns[Value]:
-        """The forward pass of a micro-batch. `batch`: its inputs that are neither state nor ports; `received`: values
-        by port."""
-
-    def input_in_turns(self, micro_batch: int, received: Mapping[str, Value]) -> Turns[Value]:
-        """The gradients of a micro-batch's inputs."""
-
-    def backward_in_turns(self, micro_batch: int, received: Mapping[str, Value]) -> Turns[Value]:
-        """The gradients of inputs and of weights."""
-
-    def weight(self, micro_batch: int) -> None:
-        """The gradients of weights."""
 
 
 class InstructionLoop(ABC, Generic[Value]):
@@ -85,7 +58,7 @@ class InstructionLoop(ABC, Generic[Value]):
         self._program, self._group = program, group
         self._instructions = program.instructions[group.name]
         self._tasks, self._turns = runners, turns or {}
-        self._values: dict[tuple[str, int | None], Value] = {}
+        self._values: dict[tuple[str, int], Value] = {}
         self._weights_left: tuple[TaskRunner[Value], int] | None = None
         """The stage and micro-batch of a backward pass that has its gradients of weights still to compute."""
         self.place = 0
@@ -140,14 +113,9 @@ class InstructionLoop(ABC, Generic[Value]):
                 value = self._wait(one)
                 if self._program.ports[port].group != self._group.name:
                     self._values[port, micro_batch] = value
-            case Reduce(port, over):
-                raise HyperParallelError(
-                    f"sums over {', '.join(over)} of {port} are made by the optimizer's step"
-                )
 
     def _task(self, run: Run, batches: Sequence[Mapping[str, Value]]) -> None:
         task, micro_batch = self._program.tasks[run.task], run.micro_batch
-        assert micro_batch is not None, "tasks of a whole step are run by the optimizer's step"
         assert task.stage is not None, "a task of a micro-batch belongs to a stage"
         runner = self._tasks[task.stage]
         given = self._taken(run)
@@ -169,8 +137,6 @@ class InstructionLoop(ABC, Generic[Value]):
         ahead, back = (self._program.tasks[one.task] for one in (forward, backward))
         assert ahead.stage is not None, "a task of a micro-batch belongs to a stage"
         assert back.stage is not None, "a task of a micro-batch belongs to a stage"
-        assert forward.micro_batch is not None, "tasks of a whole step are in no pair"
-        assert backward.micro_batch is not None, "tasks of a whole step are in no pair"
         runner = self._tasks[back.stage]
         whole = back.kind is TaskKind.BACKWARD and not runner.stage.gradients_out
         backward_in_turns = runner.backward_in_turns if whole else runner.input_in_turns
@@ -207,16 +173,6 @@ class InstructionLoop(ABC, Generic[Value]):
             runner.weight(micro_batch)
 
 
-@dataclass(frozen=True)
-class StepValues:
-    """What a step's micro-batches come to on one rank."""
-
-    gradients: Mapping[str, Tensor]
-    """Of the parameters of this rank's stages, by their names."""
-    totals: Mapping[str, Tensor]
-    """Sums of the other outputs: the loss, on the ranks of the stage that computes it."""
-
-
 class Interpreter(InstructionLoop[Tensor]):
     """One rank's part of a Program, step after step."""
 
@@ -224,67 +180,38 @@ class Interpreter(InstructionLoop[Tensor]):
         self,
         program: Program,
         partition: Partition,
-        state: Mapping[str, Tensor],
         rank: int,
         transfers: Transfers,
+        device: torch.device,
+        runners: Mapping[int, StageRunner],
         begins: Callable[[int], None] = lambda place: None,
         turns: Mapping[tuple[int, int], Sequence[int]] | None = None,
         known: KnownPorts | None = None,
-        runners: Mapping[int, StageRunner] | None = None,
     ) -> None:
-        """`state`: parameters and buffers by the names of the graphs' inputs; `rank`: of the run. Ports of the program
-        have the names of the partition's crossings. `begins` is called before each instruction, with its place in
-        `positions`. `turns`: forward and backward stage of a pair to the order in which its tasks run, 0 for the
-        forward and 1 for the backward one (`overlap.merge_tasks`); the same on all ranks of a group. By default they
-        alternate. `known`: as of `ReshardTransfers`. `runners`: of this rank's stages, by number, where
-        several Programs have the same stages; made here when left out."""
-        device = next(iter(state.values())).device
+        """`rank`: of the run. Ports of the program have the names of the partition's crossings. `device`: where this
+        rank computes. `runners`: of this rank's stages, by number; they pause where a task of theirs runs in a pair.
+        `begins` is called before each instruction, with its place in `positions`. `turns`: forward and backward stage
+        of a pair to the order in which its tasks run, 0 for the forward and 1 for the backward one
+        (`overlap.merge_tasks`); the same on all ranks of a group. By default they alternate. `known`: as of
+        `ReshardTransfers`."""
         self._transfers: RankTransfers
         if any(port.received for port in program.ports.values()):
             self._transfers = ReshardTransfers(program, partition, rank, transfers, device, turns, known)
         else:
             self._transfers = RankTransfers(program, partition, rank, transfers, device, turns)
         group = self._transfers.group
-        pauses = {
-            program.tasks[run.task].stage
-            for one in program.instructions[group.name]
-            if isinstance(one, RunPair)
-            for run in runs_of(one)
-        }
-        self._runners = (
-            runners
-            if runners is not None
-            else {
-                stage.number: StageRunner(stage, state, pauses=stage.number in pauses)
-                for stage in stages_on(program, partition, group.name)
-            }
-        )
-        super().__init__(program, group, self._runners, turns)
+        super().__init__(program, group, runners, turns)
+        self._runners = runners
         self.positions = positions(program, group.name)
         self._told = begins
 
-    def run(
-        self,
-        batches: Sequence[Mapping[str, Tensor]],
-        weights: Mapping[str, Tensor] | None = None,
-        name: str = "",
-    ) -> StepValues:
-        """Run a step: `batches` are the inputs of each micro-batch that are neither state nor ports; `weights` those
-        that are the same in all micro-batches of this step; `name`: of the step, in errors.
+    def run(self, batches: Sequence[Mapping[str, Tensor]], name: str = "") -> None:
+        """Run a step, which the stages' runners have begun, and whose outputs they have then. `batches`: the inputs of
+        each micro-batch that are neither state nor ports; `name`: of the step, in errors.
 
         Raises TransferError where a transfer does not end in time. Every error has the stage, the micro-batch and the
         instruction: those of this project in their message, others in a note.
         """
-        for runner in self._runners.values():
-            runner.begin(weights or {})
-        self.go_on(batches, name)
-        runners = self._runners.values()
-        return StepValues(
-            summed(runner.gradients for runner in runners), summed(runner.totals for runner in runners)
-        )
-
-    def go_on(self, batches: Sequence[Mapping[str, Tensor]], name: str = "") -> None:
-        """As `run`, with runners that have begun the step, and have what it comes to."""
         if len(batches) != self._program.micro_batches:
             raise HyperParallelError(
                 f"the program is for {self._program.micro_batches} micro-batches, and {len(batches)} are given"

@@ -33,7 +33,7 @@ from hyper_parallel.graph.step_context import Region
 from hyper_parallel.program import DeviceGroup, Program, Recv, Send, Wait
 from hyper_parallel.runtime.interpreter import InstructionLoop, stages_on
 from hyper_parallel.runtime.stage_costs import parts_of
-from hyper_parallel.runtime.stage_runner import Turns, changed_ports, ended, own_outputs
+from hyper_parallel.runtime.stage_runner import TaskRunner, Turns, changed_ports, own_outputs
 
 _STRIDED = torch.ops.aten.as_strided.default
 _ADD, _ZERO = torch.ops.aten.add.Tensor, torch.ops.aten.zero_.default
@@ -70,8 +70,8 @@ class RankWriter(InstructionLoop[fx.Node]):
         self._ports: dict[str, Crossing] = {
             one.name: one for stage in partition.stages for one in (*stage.sends, *stage.gradients_out)
         }
-        self._posted: dict[tuple[str, int | None], fx.Node] = {}
-        self._sent: dict[tuple[str, int | None, str], tuple[fx.Node, fx.Node]] = {}
+        self._posted: dict[tuple[str, int], fx.Node] = {}
+        self._sent: dict[tuple[str, int, str], tuple[fx.Node, fx.Node]] = {}
         self._gather, self._name_of = gather, name_of
         self._homes: dict[int, int] = {}
         """Storages of state, as all parts of the captured micro-batch number them, to those of this graph."""
@@ -215,7 +215,7 @@ _REGION = Region("", None, "backward")
 _ADD_INTO = torch.ops.aten.add_.Tensor
 
 
-class StageWriter:
+class StageWriter(TaskRunner[fx.Node]):
     """The tasks of one stage, as nodes of a graph that grows."""
 
     def __init__(self, whole: GrowingGraph, stage: Stage) -> None:
@@ -258,17 +258,8 @@ class StageWriter:
         gradients = zip(self.stage.gradients_out, shown, strict=False)
         return {one.name: copies.made[node] for one, node in gradients}
 
-    def backward_in_turns(self, micro_batch: int, received: Mapping[str, fx.Node]) -> Turns[fx.Node]:
+    def weight_in_turns(self, micro_batch: int) -> Turns[fx.Node]:
         """As of `TaskRunner`."""
-        made = yield from self.input_in_turns(micro_batch, received)
-        yield from self._weight_in_turns(micro_batch)
-        return made
-
-    def weight(self, micro_batch: int) -> None:
-        """As of `TaskRunner`."""
-        ended(self._weight_in_turns(micro_batch))
-
-    def _weight_in_turns(self, micro_batch: int) -> Turns[fx.Node]:
         copies = self._in_flight.pop(micro_batch)
         yield from self._copied(copies, self._weight, {})
         ready = {name for outputs in self._ready.values() for name, _ in outputs}

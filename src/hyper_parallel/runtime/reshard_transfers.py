@@ -129,9 +129,6 @@ class ReshardTransfers(RankTransfers):
         if (port, taker) not in plans:
             one, groups = self._program.ports[port], self._program.groups
             plan = plan_reshard(groups[one.group], one.layout, groups[taker], one.layout_in(taker))
-            assert all(phase.writes is not Buffer.SUM for phase in plan.phases), (
-                "a port that is a pending sum"
-            )
             plans[port, taker] = plan.of(self._rank)
         return plans[port, taker]
 

@@ -8,9 +8,10 @@ is computed, so that those of a whole stage are in memory once.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -29,7 +30,53 @@ from hyper_parallel.graph.stage_graph import Stage
 _Pass = Generator[Any, Any, tuple[Tensor, ...]]
 
 
-class StageRunner:
+Value = TypeVar("Value")
+Turns = Generator[None, None, dict[str, Value]]
+"""A task that stops before each wait for a collective, and gives values by the names of their ports."""
+
+
+def ended(task: Turns[Value]) -> dict[str, Value]:
+    """What a task gives, run without stopping."""
+    try:
+        while True:
+            next(task)
+    except StopIteration as stop:
+        made: dict[str, Value] = stop.value
+        return made
+
+
+class TaskRunner(ABC, Generic[Value]):
+    """The tasks of one stage. Those in turns stop before each wait for a collective."""
+
+    stage: Stage
+
+    @abstractmethod
+    def forward_in_turns(
+        self, micro_batch: int, batch: Mapping[str, Value], received: Mapping[str, Value]
+    ) -> Turns[Value]:
+        """The forward pass of a micro-batch: what goes to later stages, by port. `batch`: its inputs that are neither
+        state nor ports; `received`: values by port."""
+
+    @abstractmethod
+    def input_in_turns(self, micro_batch: int, received: Mapping[str, Value]) -> Turns[Value]:
+        """The gradients of a micro-batch's inputs: what goes back to earlier stages, by port."""
+
+    @abstractmethod
+    def weight_in_turns(self, micro_batch: int) -> Turns[Value]:
+        """The gradients of weights, which are added to those of other micro-batches; this one is over with it."""
+
+    def backward_in_turns(self, micro_batch: int, received: Mapping[str, Value]) -> Turns[Value]:
+        """The gradients of inputs and of weights."""
+        made = yield from self.input_in_turns(micro_batch, received)
+        yield from self.weight_in_turns(micro_batch)
+        return made
+
+    def weight(self, micro_batch: int) -> None:
+        """The gradients of weights, without stopping."""
+        ended(self.weight_in_turns(micro_batch))
+
+
+class StageRunner(TaskRunner[Tensor]):
     """The tasks of one stage of one step after the other."""
 
     def __init__(self, stage: Stage, state: Mapping[str, Tensor], *, pauses: bool = False) -> None:
@@ -54,19 +101,10 @@ class StageRunner:
         """Micro-batches whose forward pass has run and whose backward pass has not ended."""
         return len(self._in_flight)
 
-    def forward(
-        self, micro_batch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The forward pass of a micro-batch: what goes to later stages, flat, by the names of its ports.
-
-        `batch`: the inputs that are neither state nor ports; `received`: the flat values of `stage.receives`.
-        """
-        return ended(self.forward_in_turns(micro_batch, batch, received))
-
     def forward_in_turns(
         self, micro_batch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor]
     ) -> Turns[Tensor]:
-        """As `forward`, stopping before each wait for a collective."""
+        """As of `TaskRunner`, with flat values."""
         if micro_batch in self._in_flight:
             raise HyperParallelError(f"{self._at(micro_batch)}: its forward pass has run already")
         given = {one.name: shaped(self._own(received, one.name), one) for one in self.stage.receives}
@@ -77,15 +115,8 @@ class StageRunner:
         shown = yield from self._until(running, None, HostPoint.FORWARD, (), micro_batch)
         return {one.name: flat(value, one) for one, value in zip(self.stage.sends, shown, strict=False)}
 
-    def input(self, micro_batch: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients of a micro-batch's inputs: what goes back to earlier stages, flat, by the names of its ports.
-
-        `received`: the flat values of `stage.gradients_in`.
-        """
-        return ended(self.input_in_turns(micro_batch, received))
-
     def input_in_turns(self, micro_batch: int, received: Mapping[str, Tensor]) -> Turns[Tensor]:
-        """As `input`, stopping before each wait for a collective."""
+        """As of `TaskRunner`, with flat values."""
         running = self._running(micro_batch)
         given = [self._own(received, one.name) for one in self.stage.gradients_in]
         shown = yield from self._until(running, _NOTHING, HostPoint.INPUT, given, micro_batch)
@@ -93,17 +124,8 @@ class StageRunner:
             one.name: flat(value, one) for one, value in zip(self.stage.gradients_out, shown, strict=False)
         }
 
-    def weight(self, micro_batch: int) -> None:
-        """The gradients of weights, added to `gradients`; the micro-batch is over with it."""
-        ended(self._weight_in_turns(micro_batch))
-
-    def backward_in_turns(self, micro_batch: int, received: Mapping[str, Tensor]) -> Turns[Tensor]:
-        """`input` and `weight`, stopping before each wait for a collective."""
-        made = yield from self.input_in_turns(micro_batch, received)
-        yield from self._weight_in_turns(micro_batch)
-        return made
-
-    def _weight_in_turns(self, micro_batch: int) -> Turns[Tensor]:
+    def weight_in_turns(self, micro_batch: int) -> Turns[Tensor]:
+        """As of `TaskRunner`."""
         running = self._running(micro_batch)
         returned: dict[str, Tensor] | None = None
         while returned is None:
@@ -228,21 +250,6 @@ def flat(value: Tensor, port: Crossing) -> Tensor:
 def shaped(received: Tensor, port: Crossing) -> Tensor:
     """A value from the elements of its memory: a view."""
     return torch.as_strided(received, port.value.shape, port.value.stride)
-
-
-Value = TypeVar("Value")
-Turns = Generator[None, None, dict[str, Value]]
-"""A task that stops before each wait for a collective, and gives values by the names of their ports."""
-
-
-def ended(task: Turns[Value]) -> dict[str, Value]:
-    """What a task gives, run without stopping."""
-    try:
-        while True:
-            next(task)
-    except StopIteration as stop:
-        made: dict[str, Value] = stop.value
-        return made
 
 
 def together(tasks: Sequence[Turns[Value]], order: Iterable[int]) -> list[dict[str, Value]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from hyper_parallel.errors import StrategyError
 
@@ -18,10 +18,10 @@ class Costs:
     input: tuple[float, ...]
     weight: tuple[float, ...]
     """Halves of a split backward pass. Under layer recomputation they take longer together than `backward`, since
-    each needs the layer's activations: see `recomputed`."""
+    each needs the layer's activations."""
     transfers: tuple[float, ...] = ()
     """Of an activation over the border between stages s and s + 1; nothing when left out. A gradient takes as long
-    on its way back. A border between two stages of one rank costs nothing."""
+    on its way back, beside computation. A border between two stages of one rank costs nothing."""
     saved: tuple[float, ...] = ()
     """Bytes that live from a micro-batch's forward pass until its backward pass, or, when that is split, until its
     WEIGHT half: the inputs and output gradients of the weights are needed until then. One for each stage when left
@@ -29,8 +29,6 @@ class Costs:
     released: tuple[float, ...] = ()
     """Of `saved`, what the end of the INPUT half frees; below zero where it adds (what recomputation brought back and
     the WEIGHT half needs). Nothing when left out: splitting frees nothing."""
-    overlap: bool = True
-    """Transfers run beside computation. Otherwise the sending rank computes nothing while it sends."""
     hidden: tuple[tuple[float, ...], ...] = ()
     """[forward stage][backward stage]: by how much the pair of a forward pass and of a backward pass (or its INPUT
     half) of another micro-batch is shorter than the two one after the other. Nothing when left out."""
@@ -48,7 +46,7 @@ class Costs:
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
         for field in fields(self):
-            if field.name in ("overlap", "hidden"):
+            if field.name == "hidden":
                 continue
             values = getattr(self, field.name)
             needed = stages - 1 if field.name == "transfers" else stages
@@ -97,19 +95,6 @@ class Costs:
             transfers=(transfer,) * (stages - 1),
         )
 
-    def recomputed(self) -> Costs:
-        """With layer recomputation: a backward pass runs the forward pass again, and both halves of a split one do.
-
-        (Whoever keeps the recomputed values for the WEIGHT half pays with memory instead: `released` below zero.)
-        """
-
-        def added(times: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(a + b for a, b in zip(times, self.forward, strict=True))
-
-        return replace(
-            self, backward=added(self.backward), input=added(self.input), weight=added(self.weight)
-        )
-
     def merged(self, parts: int) -> Costs:
         """Each `parts` consecutive stages as one, as where they lie on one rank. Raises StrategyError if uneven.
 
@@ -132,5 +117,4 @@ class Costs:
                 sum(group) if min(group) >= 0 else sum(min(0.0, r) for r in group)
                 for group in (self.released[i : i + parts] for i in range(0, self.stages, parts))
             ),
-            overlap=self.overlap,
         )

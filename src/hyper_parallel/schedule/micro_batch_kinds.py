@@ -166,35 +166,26 @@ def _way_out(kind: MicroBatchKind) -> list[float]:
 #
 # Each micro-batch is ended by a backward pass that computes nothing.
 
-_NAME = "forward-only"
 
-
-def forward_only(placement: Sequence[int], micro_batches: int) -> Schedule:
-    """Of stages that lie on these ranks."""
-    mine: list[list[int]] = [[] for _ in range(max(placement) + 1)]
-    for stage, rank in enumerate(placement):
-        mine[rank].append(stage)
-    orders = [_order([(stage, m) for stage in stages for m in range(micro_batches)]) for stages in mine]
-    return Schedule(_NAME, tuple(placement), tuple(orders), micro_batches)
-
-
-def forward_only_kinds(kinds: Sequence[MicroBatchKind], ranks: int) -> Schedule:
-    """Of micro-batches of several kinds, numbered with their stages as `step_schedule` does, kind by kind."""
-    tables = StepTables(kinds, ranks)
-    orders = [
-        _order(
-            [(tables.first_stage[tables.kind_of[m]] + stage, m) for m, stage in enumerate(own) if stage >= 0]
+def forward_only(kinds: Sequence[tuple[Sequence[int], int]], ranks: int) -> Schedule:
+    """The order of forward passes alone. `kinds`: the ranks of the stages, and the number of micro-batches, of each
+    kind; both are numbered kind by kind, as `step_schedule` does."""
+    passes: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    placement: list[int] = []
+    first = 0
+    for stages, count in kinds:
+        for rank in stages:
+            passes[rank] += [(len(placement), m) for m in range(first, first + count)]
+            placement.append(rank)
+        first += count
+    orders = (
+        (
+            *(Action(TaskKind.FORWARD, stage, m) for stage, m in mine),
+            *(
+                Action(TaskKind.BACKWARD, stage, m)
+                for stage, m in sorted(mine, key=lambda one: (-one[0], one[1]))
+            ),
         )
-        for own in tables.stage
-    ]
-    return Schedule(_NAME, tables.placement, tuple(orders), tables.micro_batches)
-
-
-def _order(passes: Sequence[tuple[int, int]]) -> tuple[Action, ...]:
-    """Of (stage, micro-batch), on one rank."""
-    place = {stage: at for at, stage in enumerate(dict.fromkeys(stage for stage, _ in passes))}
-    ends = sorted(passes, key=lambda one: (-place[one[0]], one[1]))
-    return (
-        *(Action(TaskKind.FORWARD, stage, m) for stage, m in passes),
-        *(Action(TaskKind.BACKWARD, stage, m) for stage, m in ends),
+        for mine in passes
     )
+    return Schedule("forward-only", tuple(placement), tuple(orders), first)

@@ -6,7 +6,6 @@ are there. Transfers take their time and share nothing.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.program import TaskKind
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, StepTables
 from hyper_parallel.schedule.schedule import Action, Schedule
-from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing
+from hyper_parallel.schedule.timing import DeadlockError, Timing, bubble
 
 _FORWARD, _INPUT, _WEIGHT = range(3)
 
@@ -37,7 +36,7 @@ def time_step(kinds: Sequence[MicroBatchKind], schedule: Schedule) -> Timing:
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
         makespan=makespan,
-        bubbles=tuple(_bubble(s, e, makespan) for s, e in zip(starts, ends, strict=True)),
+        bubbles=tuple(bubble(s, e, makespan) for s, e in zip(starts, ends, strict=True)),
         peaks=tuple(walk.peaks),
     )
 
@@ -122,10 +121,3 @@ class _Walk:
             case TaskKind.WEIGHT:
                 return 0.0, saved - released
         return max(0.0, -released), saved + max(0.0, -released)
-
-
-def _bubble(starts: Sequence[float], ends: Sequence[float], makespan: float) -> Bubble:
-    if not starts:
-        return Bubble(makespan, 0.0, 0.0)
-    waiting = math.fsum(starts[i + 1] - ends[i] for i in range(len(starts) - 1))
-    return Bubble(starts[0], waiting, makespan - ends[-1])

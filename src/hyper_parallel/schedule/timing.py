@@ -69,7 +69,7 @@ class Timing:
 
 
 def time_schedule(schedule: Schedule, costs: Costs, begins: Sequence[float] | None = None) -> Timing:
-    """Start and end of each action, bubbles and peaks of a complete schedule (`check_schedule`).
+    """Start and end of each action, bubbles and peaks of a complete schedule.
 
     `begins`: by rank, when it may run its first action; the time before that is no bubble. Raises StrategyError when
     the costs are of another number of stages, and DeadlockError when the orders wait in a circle.
@@ -87,14 +87,15 @@ def time_schedule(schedule: Schedule, costs: Costs, begins: Sequence[float] | No
         ends=tuple(map(tuple, ends)),
         makespan=makespan,
         bubbles=tuple(
-            _bubble(s, e, makespan, begin)
+            bubble(s, e, makespan, begin)
             for s, e, begin in zip(starts, ends, begins or (0.0,) * schedule.ranks, strict=True)
         ),
         peaks=tuple(peak(order, costs) for order in orders),
     )
 
 
-def _bubble(starts: Sequence[float], ends: Sequence[float], makespan: float, begin: float) -> Bubble:
+def bubble(starts: Sequence[float], ends: Sequence[float], makespan: float, begin: float = 0.0) -> Bubble:
+    """The bubble of a rank that may run its first action at `begin`."""
     if not starts:
         return Bubble(makespan - begin, 0.0, 0.0)
     waiting = math.fsum(starts[i + 1] - ends[i] for i in range(len(starts) - 1))
@@ -122,11 +123,7 @@ def decode(
 
 
 def durations(costs: Costs, placement: Sequence[int]) -> tuple[list[float], list[float]]:
-    """(seconds on the rank, seconds until the next stage has the result) by kind number · stages + stage.
-
-    Without overlap the sending rank is busy until the result has arrived, so that its actions are longer and nothing
-    is left to transfer.
-    """
+    """(seconds on the rank, seconds until the next stage has the result) by kind number · stages + stage."""
     stages = costs.stages
     seconds = [*costs.forward, *costs.backward, *costs.input, *costs.weight]
     delays = [0.0] * (4 * stages)
@@ -134,10 +131,7 @@ def durations(costs: Costs, placement: Sequence[int]) -> tuple[list[float], list
         if placement[border] == placement[border + 1]:
             continue
         for q in (border, stages + border + 1, 2 * stages + border + 1):
-            if costs.overlap:
-                delays[q] = transfer
-            else:
-                seconds[q] += transfer
+            delays[q] = transfer
     return seconds, delays
 
 

@@ -107,8 +107,23 @@ def _captured(
             micro = blank()
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
-        body = _Body(recipe, boundaries, micro, micro_batches, documents, step, tokens)
         inputs = {name: GivenTensor("input", one) for name, one in batch_of(micro, step, tokens).items()}
+        names = trained(recipe)
+        taken: set[int] = set()
+        gradients: dict[str, Tensor] = {}
+
+        def keep(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+            if gradient is not None:
+                with torch.no_grad():
+                    gradients[names[parameter]] = owned(gradient, parameter, taken)
+
+        def body() -> Mapping[str, Tensor]:
+            with gradients_to(recipe, keep):
+                loss = loss_of(
+                    recipe, micro, step, tokens, documents=documents, micro_batches=micro_batches, last=True
+                )
+            return boundary_values(recipe.handle, boundaries, loss, gradients)
+
         context = replace(current_step(), recompute_in_graph=True, micro_batch=0)
         try:
             with mode, context.installed():
@@ -116,13 +131,16 @@ def _captured(
                     body,
                     {**module_state(recipe.model), **inputs},
                     recipe.model,
-                    lambda: body.gradients,
+                    lambda: gradients,
                     questions=questions,
                 )
                 found.groups = recipe.handle.axes.process_groups()
                 found.balanced = context.even_load is not None and bool(recipe.handle.plan.experts)
         finally:
-            body.forget()
+            # Let go of what the capture has computed.
+            gradients.clear()
+            if recipe.handle.routing is not None:
+                recipe.handle.routing.counts.clear()
     return in_place(found, recipe.handle)
 
 
@@ -138,44 +156,19 @@ def without_boundaries(step: StepGraph) -> StepGraph:
 
 def capture_evaluation(
     recipe: GradientRecipe,
-    rows: int,
-    length: int,
+    blank: Callable[[], MicroBatch],
     loss: LossConfig | None = None,
     *,
     documents: bool = False,
     device: torch.device | str = "cpu",
+    questions: Questions | None = None,
 ) -> StepGraph:
-    """The graph of a forward pass on [rows, length] held-out tokens, without gradients.
+    """The graph of a forward pass on held-out rows, without gradients. `blank`: makes rows of their shapes;
+    `questions`: answers and keeps what the model asks of their values, which is refused when left out.
 
     Inputs as of `capture_micro_batch`, without ``step`` and ``tokens``; outputs: ``loss``, the sum over tokens, and
     gathered weights. Raises CaptureError where the forward pass cannot be followed.
     """
-    return _evaluated(recipe, lambda: blank_micro_batch(rows, length, device), loss, documents, device)
-
-
-def capture_evaluation_like(
-    recipe: GradientRecipe,
-    micro: MicroBatch,
-    loss: LossConfig | None = None,
-    *,
-    documents: bool = False,
-    device: torch.device | str = "cpu",
-) -> tuple[StepGraph, list[Question]]:
-    """As `capture_evaluation`, of rows like `micro`; and what the model asks of their values, as
-    `capture_micro_batch_like` has it."""
-    questions = Questions(fields_of(micro))
-    step = _evaluated(recipe, lambda: blank_like(micro, device), loss, documents, device, questions)
-    return step, questions.asked
-
-
-def _evaluated(
-    recipe: GradientRecipe,
-    blank: Callable[[], MicroBatch],
-    loss: LossConfig | None,
-    documents: bool,
-    device: torch.device | str,
-    questions: Questions | None = None,
-) -> StepGraph:
     mode = fake_mode_with_symbols()
     boundaries = GatherBoundaries()
     model, handle = recipe.model, replace(recipe.handle, gathers=boundaries)
@@ -217,52 +210,6 @@ def fields_of(micro: MicroBatch) -> dict[str, Tensor]:
 def batch_of(micro: MicroBatch, step: Tensor, tokens: Tensor) -> dict[str, Tensor]:
     """What a micro-batch's graph is given besides the model's state."""
     return {**fields_of(micro), "step": step, "tokens": tokens}
-
-
-class _Body:
-    """The micro-batch's own code, on whatever tensors the model has."""
-
-    def __init__(
-        self,
-        recipe: GradientRecipe,
-        boundaries: GatherBoundaries,
-        micro: MicroBatch,
-        micro_batches: int,
-        documents: bool,
-        step: Tensor,
-        tokens: Tensor,
-    ) -> None:
-        self._recipe, self._boundaries = recipe, boundaries
-        self._micro, self._micro_batches, self._documents = micro, micro_batches, documents
-        self._step, self._tokens = step, tokens
-        self._names = trained(recipe)
-        self._taken: set[int] = set()
-        self.gradients: dict[str, Tensor] = {}
-        """By the names of their parameters."""
-
-    def __call__(self) -> Mapping[str, Tensor]:
-        with gradients_to(self._recipe, self._keep):
-            loss = loss_of(
-                self._recipe,
-                self._micro,
-                self._step,
-                self._tokens,
-                documents=self._documents,
-                micro_batches=self._micro_batches,
-                last=True,
-            )
-        return boundary_values(self._recipe.handle, self._boundaries, loss, self.gradients)
-
-    def _keep(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            with torch.no_grad():
-                self.gradients[self._names[parameter]] = owned(gradient, parameter, self._taken)
-
-    def forget(self) -> None:
-        """Let go of what the capture has computed."""
-        self.gradients.clear()
-        if self._recipe.handle.routing is not None:
-            self._recipe.handle.routing.counts.clear()
 
 
 # Captures a step with a few of the model's layers, and assembles the graph of all (`graph.periods`).

@@ -17,20 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.compat import fsdp
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError, StrategyError
-from hyper_parallel.shard import ShardedModel, parallelize, sharded
-from hyper_parallel.shard.forward import documents_known, several_documents
+from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard.forward import documents_known, inference, several_documents
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
 from hyper_parallel.shard.plan.plan import check_length
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.sharded_model import ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch
-from hyper_parallel.step.pipeline_build import BuiltPipeline, Losses, cut_into_stages
-from hyper_parallel.step.pipeline_plan import MicroBatchShape
+from hyper_parallel.step.pipeline_build import BuiltPipeline, Losses, check_processes, cut_into_stages
+from hyper_parallel.step.pipeline_plan import StepShape
+from hyper_parallel.step.program_runner import gradients_added, whole_loss
 from hyper_parallel.step.train_step import accumulate
 from hyper_parallel.strategy import Strategy
 
@@ -64,9 +63,9 @@ def pipeline(
         if value < 1:
             raise StrategyError(f"hp.pipeline: {name} must be at least 1; got {value}")
     loss = loss or LossConfig()
-    shape = MicroBatchShape(rows, length, micro_batches, documents)
+    shape = StepShape(rows, length, micro_batches, documents)
     losses = Losses(loss, LossConfig(chunk=loss.chunk), seed)
-    return Pipeline.of(model, strategy, shape, device or device_of(model), losses)
+    return Pipeline(model, strategy, shape, device or device_of(model), losses)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -90,50 +89,33 @@ class Pipeline:
 
     def __init__(
         self,
-        handle: ShardedModel,
-        built: BuiltPipeline | None,
-        shape: MicroBatchShape,
-        device: torch.device,
-        losses: Losses,
-    ) -> None:
-        """`built`: None for a model of one stage."""
-        self.handle, self._built, self._shape, self._device = handle, built, shape, device
-        self._losses = losses
-        self._documents = shape.documents
-
-    @classmethod
-    def of(
-        cls,
         model: nn.Module,
         strategy: Strategy,
-        shape: MicroBatchShape,
+        shape: StepShape,
         device: torch.device | str,
         losses: Losses,
-    ) -> Pipeline:
+    ) -> None:
         """As `pipeline`, with both losses."""
-        built = None
+        self._built: BuiltPipeline | None = None
+        """None for a model of one stage."""
         if strategy.axes.pipeline > 1:
-            world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-            if world != strategy.axes.world:
-                raise StrategyError(
-                    f"the strategy's axes multiply to {strategy.axes.world} ({strategy.axes.product}), and there "
-                    f"{'is 1 process' if world == 1 else f'are {world} processes'}; start {strategy.axes.world} "
-                    f"(torchrun --nproc-per-node {strategy.axes.world} …) and call init_process_group first"
-                )
+            axes = strategy.axes
+            check_processes(axes.world, f"the strategy's axes multiply to {axes.world} ({axes.product})")
             if strategy.memory.device is not None:
                 raise StrategyError(
                     "memory.device keeps a pipeline's steps within a budget in hyper-parallel train alone, where the "
                     "update is part of the step's graph; leave it or the pipeline out"
                 )
-            built = cut_into_stages(model, strategy, shape, device, losses)
+            self._built = cut_into_stages(model, strategy, shape, device, losses)
         else:
             parallelize(model, strategy)
-        return cls(sharded(model), built, shape, torch.device(device), losses)
+        self.handle, self._shape, self._device = sharded(model), shape, torch.device(device)
+        self._losses, self._documents = losses, shape.documents
 
     @property
     def plan(self) -> str:
         """The stages and the schedule of the first shape, in one line."""
-        return "pipeline: one stage" if self._built is None else self._built.plan.described()
+        return "pipeline: one stage" if self._built is None else self._built.plan.described[0]
 
     def forward_backward(
         self,
@@ -166,7 +148,6 @@ class Pipeline:
         batch = self._batch(input_ids, labels, position_ids, row_numbers, documents, fill=False)
         divisor = torch.as_tensor(batch.tokens if tokens is None else tokens, device=self._device).float()
         mine = StepBatch(step, [], batch.micro, divisor)
-        before = {one.name: one.parameter.grad for one in self.handle.owned()}
         if self._built is None:
             part = accumulate(
                 self.handle.model.train(),
@@ -177,9 +158,9 @@ class Pipeline:
                 self._losses.training,
             )
         else:
-            part = self._built.train(mine, divisor, batch.documents)
-            self._add(before)
-        return self._whole(part)
+            with gradients_added(self.handle):
+                part = self._built.train(mine, divisor, batch.documents)
+        return whole_loss(self.handle, part)
 
     def evaluate(
         self,
@@ -200,35 +181,17 @@ class Pipeline:
             part = self._eagerly_evaluated(batch)
         else:
             part = self._built.evaluate(batch.micro, batch.documents)
-        whole = self._whole(part)
+        whole = whole_loss(self.handle, part)
         return whole / torch.as_tensor(batch.tokens if tokens is None else tokens, device=whole.device)
 
     def _eagerly_evaluated(self, batch: _Batch) -> Tensor:
         model, total = self.handle.model, torch.zeros((), device=self._device)
-        training = model.training
-        model.eval()
-        try:
+        with inference(model), documents_known(batch.documents):
             for one in batch.micro:
-                with torch.no_grad(), documents_known(batch.documents):
-                    total += causal_lm_loss(
-                        model, one.input_ids, one.labels, one.position_ids, 1.0, self._losses.evaluation
-                    )
-        finally:
-            model.train(training)
-            fsdp.free_gathered(model)
+                total += causal_lm_loss(
+                    model, one.input_ids, one.labels, one.position_ids, 1.0, self._losses.evaluation
+                )
         return total
-
-    def _whole(self, part: Tensor) -> Tensor:
-        """The sum over all ranks of their parts of a loss, each counted once."""
-        handle = self.handle
-        return handle.over_all_ranks(part * handle.axes.speaks(LOSS_AXES, handle.rank))
-
-    def _add(self, before: dict[str, Tensor | None]) -> None:
-        """Add the gradients of earlier calls."""
-        for one in self.handle.owned():
-            earlier, new = before[one.name], one.parameter.grad
-            if earlier is not None:
-                one.parameter.grad = earlier if new is None else earlier.add_(new)
 
     # Rows.
 
@@ -298,7 +261,7 @@ class Pipeline:
             check_length(self.handle.plan, shape[1])
         except StrategyError as error:
             return str(error)
-        each, ranks = self._shape.rows, 1 if self._built is None else len(self._built.plan.program.groups)
+        each, ranks = self._shape.rows, 1 if self._built is None else len(self._built.place.groups)
         if not fill and shape[0] % each:
             return (
                 f"{shape[0]} rows are no whole number of micro-batches of {each} rows; give each rank a multiple of "

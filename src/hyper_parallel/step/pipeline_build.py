@@ -21,9 +21,10 @@ from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.plan.plan import check_length
 from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.step.batches import MicroBatch, StepBatch
-from hyper_parallel.step.pipeline_plan import MicroBatchShape, PipelinePlan, PipelinePlanner
-from hyper_parallel.step.program_runner import PipelineRunner, peers_of
+from hyper_parallel.step.pipeline_plan import PipelinePlanner, StepShape
+from hyper_parallel.step.program_runner import ProgramRunner
 from hyper_parallel.step.recipe import GradientRecipe
+from hyper_parallel.step.stage_plan import StagePlan
 from hyper_parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)
@@ -52,59 +53,41 @@ class BuiltPipeline:
     Every rank must ask for the same shapes in the same order.
     """
 
-    def __init__(
-        self,
-        planner: PipelinePlanner,
-        plan: PipelinePlan,
-        shape: MicroBatchShape,
-        loss: LossConfig,
-        transfers: MakeTransfers = ProcessTransfers,
-    ) -> None:
-        """`loss`: of evaluations; `transfers`: of a rank."""
+    def __init__(self, planner: PipelinePlanner, plan: StagePlan, shape: StepShape, loss: LossConfig) -> None:
+        """`loss`: of evaluations."""
         self._planner, self.plan, self.shape, self._loss = planner, plan, shape, loss
-        self._transfers = transfers
-        self.peers: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        """As of `peers_of`, once there is a model that runs."""
-        self._handle: ShardedModel | None = None
-        self._runners: dict[tuple[bool, MicroBatchShape], PipelineRunner] = {}
+        self._plans: dict[tuple[bool, StepShape], StagePlan] = {}
         self._warned = False
 
-    def runs(self, handle: ShardedModel) -> None:
+    def runs(self, handle: ShardedModel, transfers: Transfers) -> None:
         """The model that is run, which has its values before the first step. A collective."""
-        self._handle = handle
-        self.peers = peers_of(self.plan, handle)
+        self.handle, self.runner = handle, ProgramRunner(handle, self.plan, transfers)
 
     def train(self, batch: StepBatch, tokens: Tensor, documents: bool | None = None) -> Tensor:
-        """As `PipelineRunner.train`. `documents`: rows may hold several; left out, as the first plan has it."""
-        return self._runner(True, batch.micro, documents).train(batch, tokens)
+        """As `ProgramRunner.train`. `documents`: rows may hold several; left out, as the first plan has it."""
+        plan = self._plan(True, batch.micro, documents)
+        return self.runner.train(((plan, len(batch.micro)),), batch, tokens)
 
     def evaluate(self, micro: Sequence[MicroBatch], documents: bool | None = None) -> Tensor:
-        """As `PipelineRunner.evaluate`. `documents`: as of `train`."""
-        return self._runner(False, micro, documents).evaluate(micro)
+        """As `ProgramRunner.evaluate`. `documents`: as of `train`."""
+        return self.runner.evaluate(((self._plan(False, micro, documents), len(micro)),), micro)
 
-    def _runner(self, trains: bool, micro: Sequence[MicroBatch], documents: bool | None) -> PipelineRunner:
+    def _plan(self, trains: bool, micro: Sequence[MicroBatch], documents: bool | None) -> StagePlan:
+        """The plan of micro-batches, which is kept while it is among those used last."""
         rows, length = micro[0].input_ids.shape
         several = self.shape.documents if documents is None else documents
-        shape = MicroBatchShape(rows, length, len(micro), several)
-        found = self._runners.pop((trains, shape), None)
-        if found is None:
-            found = self._made(trains, shape)
-            if len(self._runners) == MOST_SHAPES:
+        # An evaluation takes any number.
+        shape = StepShape(rows, length, len(micro) if trains else 1, several)
+        plan = self._plans.pop((trains, shape), None)
+        if plan is None:
+            plan = self.plan_of(shape) if trains else self._planner.evaluation(self.plan, shape, self._loss)
+            if len(self._plans) == MOST_SHAPES:
                 self._note_many()
-                del self._runners[next(iter(self._runners))]
-        self._runners[trains, shape] = found
-        return found
+                self.runner.forget([self._plans.pop(next(iter(self._plans)))])
+        self._plans[trains, shape] = plan
+        return plan
 
-    def _made(self, trains: bool, shape: MicroBatchShape) -> PipelineRunner:
-        assert self._handle is not None, "the model was built"
-        if not trains:
-            plan = self._planner.evaluation(self.plan, shape, self._loss)
-            return PipelineRunner(plan, self._handle, {}, self._transfers(self._handle.rank))
-        return PipelineRunner(
-            self.plan_of(shape), self._handle, self.peers, self._transfers(self._handle.rank)
-        )
-
-    def plan_of(self, shape: MicroBatchShape) -> PipelinePlan:
+    def plan_of(self, shape: StepShape) -> StagePlan:
         """The plan of training steps of a shape, which is made anew where it is not the first one's. A collective."""
         return self.plan if shape == self.shape else self._planner.training(shape, self.plan)
 
@@ -119,8 +102,7 @@ class BuiltPipeline:
         return self._planner.place
 
     def _note_many(self) -> None:
-        place = self._planner.place
-        if not self._warned and self._handle is not None and self._handle.rank == place.groups[0].ranks[0]:
+        if not self._warned and self.handle.rank == self.place.groups[0].ranks[0]:
             log.warning(
                 "batches of more than %d shapes so far, and the pipeline is planned for each: pad rows to few lengths",
                 MOST_SHAPES,
@@ -143,7 +125,7 @@ def build_pipeline(
     """
     strategy, loss = config.effective_strategy, config.train.loss
     share = config.train.batch // strategy.axes.data
-    shape = MicroBatchShape(config.micro_batch, config.data.sequence, share // config.micro_batch, documents)
+    shape = StepShape(config.micro_batch, config.data.sequence, share // config.micro_batch, documents)
     losses = Losses(loss, LossConfig(chunk=loss.chunk), config.seed)
     return cut_into_stages(model, strategy, shape, device, losses, transfers, length_key="data.sequence: ")
 
@@ -151,7 +133,7 @@ def build_pipeline(
 def cut_into_stages(
     model: nn.Module,
     strategy: Strategy,
-    shape: MicroBatchShape,
+    shape: StepShape,
     device: torch.device | str,
     losses: Losses,
     transfers: MakeTransfers = ProcessTransfers,
@@ -164,13 +146,7 @@ def cut_into_stages(
     """
     place = PipelinePlace.of(strategy, dist.get_rank())
     assert place is not None, "the strategy has a pipeline"
-    try:
-        shadow = without_values(model)
-    # A module of the user's may hold what cannot be copied.
-    except Exception as error:
-        raise StrategyError(
-            f"axes.pipeline: stages are cut from a copy of the model, and it cannot be copied: {error}"
-        ) from error
+    shadow = shadow_of(model, "axes.pipeline: stages")
     parallelize(shadow, strategy, lowering="traceable", pipeline=place)
     handle = sharded(shadow)
     try:
@@ -185,21 +161,51 @@ def cut_into_stages(
     )
     plan = planner.training(shape)
     if place.index == 0:
-        log.info("%s", plan.described())
+        log.info("%s", *plan.described)
     parallelize(
         model, strategy, lowering="traceable", like=handle, pipeline=replace(place, owners=plan.owners)
     )
-    wrap(model, _refuse_call)
-    built = BuiltPipeline(planner, plan, shape, losses.evaluation, transfers)
-    built.runs(sharded(model))
+    refuse_calls(
+        model,
+        "cut into the stages of a pipeline",
+        "forward_backward, or evaluate, of what hp.pipeline returned",
+    )
+    built = BuiltPipeline(planner, plan, shape, losses.evaluation)
+    built.runs(sharded(model), transfers(handle.rank))
     return built
 
 
-def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
-    raise StrategyError(
-        "the model is cut into the stages of a pipeline, and no rank holds all of it; in place of calling it, give the "
-        "rows of a step to forward_backward, or evaluate, of what hp.pipeline returned"
-    )
+def shadow_of(model: nn.Module, parts: str) -> nn.Module:
+    """A copy of the model without values. `parts`: what is cut from it. Raises StrategyError."""
+    try:
+        return without_values(model)
+    # A module of the user's may hold what cannot be copied.
+    except Exception as error:
+        raise StrategyError(
+            f"{parts} are cut from a copy of the model, and it cannot be copied: {error}"
+        ) from error
+
+
+def refuse_calls(model: nn.Module, spread: str, instead: str) -> None:
+    """Have calls of the model raise StrategyError, since it is `spread` over ranks; `instead` takes its rows."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise StrategyError(
+            f"the model is {spread}, and no rank holds all of it; in place of calling it, give the rows of a step to "
+            f"{instead}"
+        )
+
+    wrap(model, refuse)
+
+
+def check_processes(wanted: int, needed: str) -> None:
+    """Raise StrategyError unless there are as many processes as are `needed`, in words."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world != wanted:
+        raise StrategyError(
+            f"{needed}, and there {'is 1 process' if world == 1 else f'are {world} processes'}; start {wanted} "
+            f"(torchrun --nproc-per-node {wanted} …) and call init_process_group first"
+        )
 
 
 def _of_first_rank(found: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from hyper_parallel.compat import collectives
 from hyper_parallel.compat.fake_tensors import faked
@@ -29,6 +29,7 @@ from hyper_parallel.graph.ir import CollectiveGroup, GivenTensor, Value, values_
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
+from hyper_parallel.program import Program
 from hyper_parallel.runtime.graph_interpreter import GraphInterpreter
 from hyper_parallel.runtime.rank_graph import RankWriter
 from hyper_parallel.runtime.rank_transfers import ProcessTransfers, RankTransfers
@@ -41,14 +42,10 @@ from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.micro_batch import LOSS, ROWS, micro_input
 from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.step.pipeline_build import BuiltPipeline
-from hyper_parallel.step.pipeline_gradients import (
-    Arithmetic,
-    gradient_value,
-    reduced_gradients,
-    shared_gradients,
-)
-from hyper_parallel.step.pipeline_plan import MicroBatchShape, PipelinePlan
+from hyper_parallel.step.pipeline_plan import StepShape
 from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.stage_gradients import Arithmetic, reduced_gradients
+from hyper_parallel.step.stage_plan import StagePlan
 
 
 class PipelineGraphs(Graphs):
@@ -61,7 +58,7 @@ class PipelineGraphs(Graphs):
         """`shadow`: with a handle that knows which parameters this rank holds."""
         super().__init__(shadow, device, budget=budget)
         self._pipeline = pipeline
-        self._of: dict[StepGraph, tuple[PipelinePlan, RankTransfers]] = {}
+        self._of: dict[StepGraph, tuple[Program, RankTransfers]] = {}
 
     def shape_of(self, micro: Sequence[MicroBatch]) -> BatchShape:
         """As of `Graphs`; whether rows hold several documents is the same on all ranks."""
@@ -81,8 +78,9 @@ class PipelineGraphs(Graphs):
                 "length"
             )
         (kind,) = kinds
-        plan = self._pipeline.plan_of(MicroBatchShape(kind.rows, kind.length, shape.count, kind.documents))
+        plan = self._pipeline.plan_of(StepShape(kind.rows, kind.length, shape.count, kind.documents))
         handle = self.shadow.handle
+        assert plan.program is not None, "the order of a pipeline is given"
         transfers = RankTransfers(
             plan.program,
             plan.stages.partition,
@@ -98,21 +96,21 @@ class PipelineGraphs(Graphs):
                 "strategy.memory.device: the rows of each expert depend on the data, and a pipeline's budget is "
                 "planned for sizes that are known; leave axes.expert, the pipeline or the budget out"
             )
-        self._of[plain] = plan, transfers
+        self._of[plain] = plan.program, transfers
         assert self.budget is not None
         return self._planned(plain, self.budget, 1.0)
 
     def runs(self, plain: StepGraph, step: StepGraph, runtime: Runtime) -> PipelineExecutable:
         """As of `Graphs`."""
-        plan, transfers = self._of[plain]
-        return PipelineExecutable(plan, executable(step, cache=runtime), transfers)
+        program, transfers = self._of[plain]
+        return PipelineExecutable(program, executable(step, cache=runtime), transfers)
 
 
 class PipelineExecutable:
     """Runs a rank's step, as `Executable` runs that of plain training."""
 
-    def __init__(self, plan: PipelinePlan, runs: Executable, transfers: RankTransfers) -> None:
-        self._interpreter = GraphInterpreter(plan.program, runs, transfers, pulse.instruction)
+    def __init__(self, program: Program, runs: Executable, transfers: RankTransfers) -> None:
+        self._interpreter = GraphInterpreter(program, runs, transfers, pulse.instruction)
 
     def run(self, tensors: Mapping[str, Tensor], host: Host | None = None) -> dict[str, Tensor]:
         """As of `Executable`. Errors name the step, the stage, the micro-batch and the instruction."""
@@ -126,12 +124,13 @@ class PipelineExecutable:
 
 @uncollected()
 def rank_step(
-    plan: PipelinePlan, recipe: Recipe, pipeline: BuiltPipeline, device: torch.device | str
+    plan: StagePlan, recipe: Recipe, pipeline: BuiltPipeline, device: torch.device | str
 ) -> StepGraph:
     """The graph of this rank's step. Its inputs are named as those of `capture_one`."""
     place = recipe.handle.pipeline
     assert place is not None, "the shadow was parallelized for a pipeline"
-    mine = [stage for stage, index in enumerate(plan.schedule.placement) if index == place.index]
+    assert plan.program is not None, "the order of a pipeline is given"
+    mine = [stage for stage, index in enumerate(plan.placement) if index == place.index]
     gather, reduce = plan.stages.gather(mine), plan.stages.reduce(mine)
     writer = RankWriter(
         plan.program, plan.stages.partition, place.devices, plan.turns, _name_of, gather, plan.stages.whole
@@ -145,15 +144,17 @@ def rank_step(
     values = {name: next(values_of(node)) for name, node in given.items()}
     shared = {
         name: SharedGradient(
-            gradient_value(plan, name),
+            plan.stages.whole.returned[GRADIENT + name].meta["value"],
             CollectiveGroup(
                 str(group.group_name),
                 "pipeline",
-                tuple(place.groups[at].ranks[place.devices.place(recipe.handle.rank)] for at in holders),
+                tuple(
+                    place.groups[at].ranks[place.devices.place(recipe.handle.rank)]
+                    for at in plan.owners[name]
+                ),
             ),
         )
-        for name, holders in shared_gradients(plan.stages, plan.owners).items()
-        if (group := pipeline.peers.get(holders)) is not None
+        for name, group in pipeline.runner.shared.groups.items()
     }
     update = capture_update(recipe, values, shared, device)
     # Also what nothing uses takes memory; buffers are on every rank.
@@ -244,7 +245,25 @@ def capture_update(
             }
             tokens = torch.ones((), device=device)
             lr_scale = torch.ones((), dtype=torch.float64)
-        body = _Body(replace(recipe, optimizer=optimizer), tensors, shared, tokens, lr_scale)
+        recipe = replace(recipe, optimizer=optimizer)
+        named = {one.parameter: one.name for one in handle.owned() if one.parameter.requires_grad}
+
+        def gradients() -> dict[str, Tensor]:
+            return {name: parameter.grad for parameter, name in named.items() if parameter.grad is not None}
+
+        def body() -> dict[str, Tensor]:
+            with phase("clip"), torch.no_grad():
+                for parameter, name in named.items():
+                    parameter.grad = _gradient(tensors.get(GRADIENT + name), shared.get(name))
+                loss = tensors.get(LOSS)
+                if loss is None:
+                    loss = torch.zeros((), device=tokens.device)
+            if handle.routing is not None:
+                rows = {k.removeprefix(ROWS): v for k, v in tensors.items() if k.startswith(ROWS)}
+                handle.routing.counts.update(rows)
+            finish_step(recipe, gradients().values(), loss, tokens, lr_scale)
+            return {}
+
         inputs = {
             **state(handle, optimizer),
             **{
@@ -254,9 +273,13 @@ def capture_update(
         }
         try:
             with mode, current_step().installed():
-                found = capture(body, inputs, model, lambda: body.gradients)
+                found = capture(body, inputs, model, gradients)
         finally:
-            body.forget()
+            # Let go of the gradients.
+            for parameter in named:
+                parameter.grad = None
+            if handle.routing is not None:
+                handle.routing.counts.clear()
     everyone = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     found.groups = {
         **handle.axes.process_groups(),
@@ -266,56 +289,12 @@ def capture_update(
     return found
 
 
-class _Body:
-    """The code, on fake tensors."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        tensors: Mapping[str, Tensor],
-        shared: Mapping[str, SharedGradient],
-        tokens: Tensor,
-        lr_scale: Tensor,
-    ) -> None:
-        self._recipe, self._tensors, self._shared = recipe, tensors, shared
-        self._tokens, self._lr_scale = tokens, lr_scale
-        self._of: dict[nn.Parameter, str] = {
-            one.parameter: one.name for one in recipe.handle.owned() if one.parameter.requires_grad
-        }
-
-    @property
-    def gradients(self) -> Mapping[str, Tensor]:
-        """The gradients by the names of their parameters."""
-        return {name: parameter.grad for parameter, name in self._of.items() if parameter.grad is not None}
-
-    def __call__(self) -> dict[str, Tensor]:
-        recipe = self._recipe
-        with phase("clip"), torch.no_grad():
-            for parameter, name in self._of.items():
-                parameter.grad = self._gradient(name)
-            loss = self._tensors.get(LOSS)
-            if loss is None:
-                loss = torch.zeros((), device=self._tokens.device)
-        if recipe.handle.routing is not None:
-            rows = {k.removeprefix(ROWS): v for k, v in self._tensors.items() if k.startswith(ROWS)}
-            recipe.handle.routing.counts.update(rows)
-        finish_step(recipe, self.gradients.values(), loss, self._tokens, self._lr_scale)
-        return {}
-
-    def _gradient(self, name: str) -> Tensor | None:
-        """A parameter's gradient, of all stages."""
-        found, shared = self._tensors.get(GRADIENT + name), self._shared.get(name)
-        if shared is None:
-            return found
-        if found is None:
-            # Another holder's stages compute the whole gradient.
-            like = shared.value
-            found = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device).zero_()
-        return collectives.all_reduce(found, shared.group.name)
-
-    def forget(self) -> None:
-        """Let go of the gradients."""
-        for parameter in self._of:
-            parameter.grad = None
-        if self._recipe.handle.routing is not None:
-            self._recipe.handle.routing.counts.clear()
+def _gradient(found: Tensor | None, shared: SharedGradient | None) -> Tensor | None:
+    """A parameter's gradient, of all stages."""
+    if shared is None:
+        return found
+    if found is None:
+        # Another holder's stages compute the whole gradient.
+        like = shared.value
+        found = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device).zero_()
+    return collectives.all_reduce(found, shared.group.name)

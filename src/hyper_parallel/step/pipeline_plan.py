@@ -9,34 +9,41 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import torch
 
 from hyper_parallel.config.train import LossConfig
-from hyper_parallel.errors import CaptureError, GraphError, StrategyError
-from hyper_parallel.graph import StepGraph, rewritten
+from hyper_parallel.errors import StrategyError
+from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.stage_cut import NodeCost, balanced_counts, flops_cost, layer_stages
 from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.overlap.merge_tasks import MergedTasks, Task, merge_tasks
-from hyper_parallel.program import Program
 from hyper_parallel.runtime.build_program import choose_schedule, pipeline_program
 from hyper_parallel.runtime.stage_costs import parts_of, stage_costs
-from hyper_parallel.schedule import Costs, Schedule, check_pipeline, forward_only, pairs_of_stages, stages_of
-from hyper_parallel.shard.memory import recompute_pass, recomputed_modules, regather_pass
+from hyper_parallel.schedule import Costs, Schedule, check_pipeline, pairs_of_stages, stages_of
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.step.capture_micro_batch import capture_evaluation, capture_micro_batch
-from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
+from hyper_parallel.step.micro_batch import blank_micro_batch
+from hyper_parallel.step.pipeline_stages import PipelineStages
 from hyper_parallel.step.recipe import GradientRecipe
+from hyper_parallel.step.stage_plan import (
+    StagePair,
+    StagePlan,
+    captured_or_refused,
+    cut_micro_batch,
+    memory_passes,
+    owners_of,
+)
 from hyper_parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class MicroBatchShape:
+class StepShape:
     """What a pipeline is planned for."""
 
     rows: int
@@ -45,28 +52,6 @@ class MicroBatchShape:
     """Micro-batches of a step."""
     documents: bool
     """Rows may hold several documents."""
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """What the ranks of a pipeline run."""
-
-    stages: PipelineStages
-    layers: tuple[int, ...]
-    """Layers of each stage."""
-    schedule: Schedule
-    program: Program
-    owners: dict[str, tuple[int, ...]]
-    """Parameter or buffer to the device groups that hold it."""
-    turns: dict[tuple[int, int], tuple[int, ...]]
-    """Of each pair of a forward and a backward stage, the order in which their tasks run."""
-
-    def described(self) -> str:
-        """One line for people."""
-        layers = "+".join(map(str, self.layers))
-        count = sum(len(places) for places in self.schedule.pairs)
-        pairs = f", {count} forward passes beside backward passes" if count else ""
-        return f"pipeline: {len(self.layers)} stages of {layers} layers, schedule {self.schedule.name}{pairs}"
 
 
 class PipelinePlanner:
@@ -87,11 +72,11 @@ class PipelinePlanner:
         self.place: PipelinePlace = place
         self._layers, _ = layers_or_refuse(shadow.model, "axes.pipeline")
 
-    def training(self, shape: MicroBatchShape, like: PipelinePlan | None = None) -> PipelinePlan:
+    def training(self, shape: StepShape, like: StagePlan | None = None) -> StagePlan:
         """The plan of training steps. `like`: of another shape, whose parameters the ranks hold already. Raises
         StrategyError."""
         check_pipeline(self._strategy, shape.count)
-        whole = self._captured(
+        whole = captured_or_refused(
             lambda: capture_micro_batch(
                 self.shadow,
                 shape.rows,
@@ -99,10 +84,11 @@ class PipelinePlanner:
                 shape.count,
                 documents=shape.documents,
                 device=self._device,
-            )
+            ),
+            _UNCAPTURED,
         )
         counts = self._agree(self._counts(whole)) if like is None else like.layers
-        stages = self._cut(whole, counts, lambda step: self._rewrite(step, counts))
+        stages = self._cut(whole, counts, memory_passes(self.shadow.model, self._strategy.of_stage, counts))
         costs, turns = self._agree(self._priced(stages, flops_cost(whole)))
         pipeline, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
         schedule = choose_schedule(pipeline, ranks, shape.count, costs)
@@ -112,32 +98,41 @@ class PipelinePlanner:
                 "step shorter; it hides collectives of a stage's own axes (tensor, expert, context), where there are "
                 "enough micro-batches"
             )
-        found = self._plan(stages, counts, schedule, turns)
-        if like is not None and found.owners != like.owners:
+        owners = owners_of(stages, schedule.placement)
+        if like is not None and owners != like.owners:
             raise StrategyError(
                 f"axes.pipeline: with {shape.count} micro-batches of {shape.rows} × {shape.length} positions the ranks "
                 "would need other weights than they hold; name a schedule (pipeline.schedule), or give rows of one "
                 "shape"
             )
-        return found
+        return StagePlan(
+            stages,
+            schedule.placement,
+            owners,
+            described=(_described(counts, schedule),),
+            layers=tuple(counts),
+            schedule=schedule,
+            program=pipeline_program(stages.partition, schedule, self.place.groups),
+            turns={pair: turns[pair] for pair in pairs_of_stages(schedule)},
+            documents=shape.documents,
+        )
 
-    def evaluation(
-        self, like: PipelinePlan, shape: MicroBatchShape, loss: LossConfig | None = None
-    ) -> PipelinePlan:
-        """The plan of forward passes without gradients, cut like the training's. Raises StrategyError."""
-        whole = self._captured(
+    def evaluation(self, like: StagePlan, shape: StepShape, loss: LossConfig | None = None) -> StagePlan:
+        """The plan of forward passes without gradients, cut like the training's, for any number of micro-batches.
+        Raises StrategyError."""
+        whole = captured_or_refused(
             lambda: capture_evaluation(
                 self.shadow,
-                shape.rows,
-                shape.length,
+                partial(blank_micro_batch, shape.rows, shape.length, self._device),
                 loss,
                 documents=shape.documents,
                 device=self._device,
-            )
+            ),
+            _UNCAPTURED,
         )
         stages = self._cut(whole, like.layers, lambda step: step)
-        order = forward_only(like.schedule.placement, shape.count)
-        return self._plan(stages, like.layers, order)
+        owners = owners_of(stages, like.placement)
+        return StagePlan(stages, like.placement, owners, trains=False, documents=shape.documents)
 
     def _priced(
         self, stages: PipelineStages, cost: NodeCost
@@ -152,14 +147,6 @@ class PipelinePlanner:
         turns = {pair: one.turns for pair, one in merged.items()}
         return replace(found, hidden=hidden_matrix(len(cut), merged)), turns
 
-    def _captured(self, capture: Callable[[], StepGraph]) -> StepGraph:
-        try:
-            return capture()
-        except CaptureError as error:
-            raise StrategyError(
-                f"axes.pipeline: the model cannot be cut, since its step cannot be captured: {error}"
-            ) from error
-
     def _counts(self, whole: StepGraph) -> tuple[int, ...]:
         asked, ranks = self._strategy.pipeline, self._strategy.axes.pipeline
         if asked.layers is None:
@@ -169,43 +156,25 @@ class PipelinePlanner:
     def _cut(
         self, whole: StepGraph, counts: tuple[int, ...], rewrite: Callable[[StepGraph], StepGraph]
     ) -> PipelineStages:
-        level = self._strategy.memory.shard
-        try:
-            return pipeline_stages(
-                whole, layer_stages(self._layers, counts, whole), len(counts), level, rewrite
-            )
-        except GraphError as error:
-            raise StrategyError(f"axes.pipeline: {error}") from error
+        return cut_micro_batch(
+            whole, layer_stages(self._layers, counts, whole), len(counts), self._strategy, rewrite
+        )
 
-    def _rewrite(self, step: StepGraph, counts: tuple[int, ...]) -> StepGraph:
-        strategy = self._strategy.of_stage
-        again = recomputed_modules(self.shadow.model, strategy, counts)
-        found = [recompute_pass(strategy, again), regather_pass(strategy)]
-        return rewritten(step, [one for one in found if one is not None])
 
-    def _plan(
-        self,
-        stages: PipelineStages,
-        counts: tuple[int, ...],
-        schedule: Schedule,
-        turns: Mapping[StagePair, tuple[int, ...]] = MappingProxyType({}),
-    ) -> PipelinePlan:
-        program = pipeline_program(stages.partition, schedule, self.place.groups)
-        owners = {
-            name.partition(".")[2]: tuple(sorted({schedule.placement[stage] for stage in users} or {0}))
-            for name, users in stages.users.items()
-        }
-        needed = {pair: turns[pair] for pair in pairs_of_stages(schedule)}
-        return PipelinePlan(stages, counts, schedule, program, owners, needed)
+_UNCAPTURED = "axes.pipeline: the model cannot be cut, since its step cannot be captured"
+
+
+def _described(counts: Sequence[int], schedule: Schedule) -> str:
+    layers = "+".join(map(str, counts))
+    count = sum(len(places) for places in schedule.pairs)
+    pairs = f", {count} forward passes beside backward passes" if count else ""
+    return f"pipeline: {len(counts)} stages of {layers} layers, schedule {schedule.name}{pairs}"
 
 
 # Pairs of a pipeline's tasks: a forward pass merged with another one's gradients of inputs (`overlap.merge_tasks`).
 #
 # What follows in a backward pass, the gradients of weights, is no part of the pair, since what goes back is sent
 # before; but where nothing goes back, in the first stage, it is (`runtime.interpreter`).
-
-StagePair = tuple[int, int]
-"""Stage of the forward pass, stage of the backward pass."""
 
 
 def pairs_on_one_rank(stages: int, ranks: int) -> list[StagePair]:

@@ -11,68 +11,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hyper_parallel.config.train import LossConfig
-from hyper_parallel.errors import CaptureError, GraphError, StrategyError
-from hyper_parallel.graph import StepGraph, rewritten
-from hyper_parallel.graph.guards import Question
+from hyper_parallel.errors import GraphError, StrategyError
+from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.guards import Question, Questions
 from hyper_parallel.graph.partition import Crossing, StageOf, part_order
 from hyper_parallel.graph.stage_cut import balanced_counts, flops_cost, layer_stages
 from hyper_parallel.layout import Layout
-from hyper_parallel.runtime.build_program import ProgramKind
 from hyper_parallel.runtime.stage_costs import stage_costs
-from hyper_parallel.schedule import Costs, MicroBatchKind
-from hyper_parallel.shard.memory import recompute_pass, recomputed_modules, regather_pass
+from hyper_parallel.schedule import Costs
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.process_mesh import DATA_AXES, PipelinePlace
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.capture_micro_batch import capture_evaluation_like, capture_micro_batch_like
-from hyper_parallel.step.pipeline_stages import PipelineStages, pipeline_stages
+from hyper_parallel.step.capture_micro_batch import (
+    capture_evaluation,
+    capture_micro_batch_like,
+    fields_of,
+)
+from hyper_parallel.step.micro_batch import blank_like
+from hyper_parallel.step.pipeline_stages import PipelineStages
 from hyper_parallel.step.recipe import GradientRecipe
+from hyper_parallel.step.stage_plan import (
+    StagePlan,
+    captured_or_refused,
+    cut_micro_batch,
+    memory_passes,
+    owners_of,
+)
 
 _Capture = Callable[[MicroBatch, bool], tuple[StepGraph, list[Question]]]
 """Of rows, which may hold several documents."""
 _COSTS = ("forward", "backward", "input", "weight", "saved", "released")
-
-
-@dataclass(frozen=True, eq=False)
-class SubmodelPlan:
-    """How micro-batches of one kind run: of the same shapes, and with the same answers to what the model asks of their
-    values."""
-
-    questions: Sequence[Question]
-    """What the model asked of this rank's rows."""
-    crossing: tuple[str, ...]
-    """The values that cross, in words."""
-    owners: Mapping[str, tuple[int, ...]]
-    """Parameter or buffer to the places of the device groups that hold it."""
-    stages: PipelineStages
-    placement: tuple[int, ...]
-    """The device group of each stage."""
-    layouts: Mapping[str, Mapping[str, Layout]]
-    costs: Costs
-    documents: bool
-    """Rows may hold several documents."""
-    trains: bool
-    """Has backward passes; an evaluation has none."""
-
-    def priced(self, count: int) -> MicroBatchKind:
-        """Of so many micro-batches, in a step."""
-        cut = self.stages.partition.stages
-        return MicroBatchKind(
-            self.costs,
-            self.placement,
-            {(stage.number, one.target): 0.0 for stage in cut for one in stage.sends},
-            {(stage.number, one.target): 0.0 for stage in cut for one in stage.gradients_out},
-            count,
-        )
-
-    def in_program(self, count: int) -> ProgramKind:
-        """As a part of a step's Program."""
-        return ProgramKind(self.stages.partition, self.placement, self.layouts, count)
 
 
 @dataclass(frozen=True)
@@ -101,73 +76,71 @@ class _Found:
 class SubmodelPlanner:
     """Plans on the shadow of a run's model, which has no values and was parallelized by this group's axes."""
 
-    def __init__(
-        self,
-        shadow: GradientRecipe,
-        parts: Parts,
-        device: torch.device | str,
-        told: Callable[[Any], list[Any]],
-    ) -> None:
-        """`told`: gives what all ranks gave, by rank; a collective."""
+    def __init__(self, shadow: GradientRecipe, parts: Parts, device: torch.device | str) -> None:
         place = shadow.handle.pipeline
         assert place is not None, "the shadow was parallelized for a place among others"
         self.place: PipelinePlace = place
-        self._shadow, self._parts, self._device, self._told = shadow, parts, device, told
+        self._shadow, self._parts, self._device = shadow, parts, device
         self._kinds = 0
         self._layer_counts: dict[int, tuple[int, ...]] = {}
         """By submodel with a pipeline: the layers of each stage, by the first micro-batches that needed it."""
 
-    def training(self, micro: MicroBatch, doubled: MicroBatch, count: int) -> SubmodelPlan:
+    def training(self, micro: MicroBatch, doubled: MicroBatch, count: int) -> StagePlan:
         """The plan of micro-batches like `micro`, this rank's rows of one, where a step has `count` of all kinds.
         `doubled`: twice as many rows. A collective; raises StrategyError."""
 
-        def captured(rows: MicroBatch, documents: bool) -> tuple[StepGraph, list[Question]]:
-            return capture_micro_batch_like(
+        return self._planned(
+            micro,
+            doubled,
+            lambda rows, documents: capture_micro_batch_like(
                 self._shadow, rows, count, documents=documents, device=self._device
-            )
+            ),
+            trains=True,
+        )
 
-        return self._planned(micro, doubled, captured, trains=True)
-
-    def evaluation(self, micro: MicroBatch, doubled: MicroBatch, loss: LossConfig) -> SubmodelPlan:
+    def evaluation(self, micro: MicroBatch, doubled: MicroBatch, loss: LossConfig) -> StagePlan:
         """As `training`, of forward passes without gradients."""
 
-        def captured(rows: MicroBatch, documents: bool) -> tuple[StepGraph, list[Question]]:
-            return capture_evaluation_like(self._shadow, rows, loss, documents=documents, device=self._device)
+        def capture(rows: MicroBatch, documents: bool) -> tuple[StepGraph, list[Question]]:
+            questions, blank = Questions(fields_of(rows)), partial(blank_like, rows, self._device)
+            step = capture_evaluation(
+                self._shadow, blank, loss, documents=documents, device=self._device, questions=questions
+            )
+            return step, questions.asked
 
-        return self._planned(micro, doubled, captured, trains=False)
+        return self._planned(micro, doubled, capture, trains=False)
 
     def _planned(
         self, micro: MicroBatch, doubled: MicroBatch, capture: _Capture, *, trains: bool
-    ) -> SubmodelPlan:
+    ) -> StagePlan:
         def captured(rows: MicroBatch) -> tuple[StepGraph, list[Question]]:
-            try:
-                return capture(rows, documents)
-            except CaptureError as error:
-                raise StrategyError(f"submodels: the model's step cannot be captured: {error}") from error
+            return captured_or_refused(
+                lambda: capture(rows, documents), "submodels: the model's step cannot be captured"
+            )
 
         self._kinds += 1
-        documents = any(self._told(bool(micro.several)))
+        documents = any(of_all_ranks(bool(micro.several)))
         whole, questions = captured(micro)
         cut = self._agreed_cut(whole)
         stages = cut.stages(whole, self._shadow)
         values = self._values(stages, cut, lambda: captured(doubled)[0])
         users = {name: tuple(sorted(found)) for name, found in stages.users.items()}
         found = _Found(tuple(values), self._costs(stages, whole, cut), users)
-        by_rank: list[_Found] = self._told(found)
+        by_rank: list[_Found] = of_all_ranks(found)
         self._check(by_rank)
         firsts = [by_rank[group.ranks[0]] for group in self.place.groups]
         layouts = self._layouts(firsts)
         costs = [firsts[group].costs for group in cut.groups]
-        return SubmodelPlan(
-            questions,
-            tuple(self._line(one, layouts[one.name], cut) for one in crossings(stages)),
-            self._owners(stages, cut),
+        return StagePlan(
             stages,
             tuple(cut.groups),
-            layouts,
-            Costs(**{key: tuple(one[key] for one in costs) for key in _COSTS}),  # type: ignore[arg-type]
-            documents,
-            trains,
+            owners_of(stages, cut.groups, self._home),
+            described=tuple(self._line(one, layouts[one.name], cut) for one in crossings(stages)),
+            trains=trains,
+            costs=Costs(**{key: tuple(one[key] for one in costs) for key in _COSTS}),  # type: ignore[arg-type]
+            layouts=layouts,
+            questions=questions,
+            documents=documents,
         )
 
     def _agreed_cut(self, whole: StepGraph) -> Cut:
@@ -178,7 +151,7 @@ class SubmodelPlanner:
         except GraphError as error:
             raise StrategyError(f"submodels: {error}") from error
         counts = [self._counts(whole, part) if part in order else () for part in range(len(parts.names))]
-        told: list[tuple[list[int], list[tuple[int, ...]]]] = self._told((order, counts))
+        told: list[tuple[list[int], list[tuple[int, ...]]]] = of_all_ranks((order, counts))
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
                 needs = [" → ".join(parts.names[part] for part in found) for found in (told[0][0], other)]
@@ -272,15 +245,9 @@ class SubmodelPlanner:
                 made.setdefault(value.name, {})[group.name] = layout
         return made
 
-    def _owners(self, stages: PipelineStages, cut: Cut) -> dict[str, tuple[int, ...]]:
-        """Parameter or buffer to the groups that hold it; one that nothing uses is its module's."""
-        found = {}
-        for name, users in stages.users.items():
-            plain = name.partition(".")[2]
-            part = self._parts.part_of(plain.rpartition(".")[0])
-            rest = self._parts.group(part or 0)
-            found[plain] = tuple(sorted({cut.groups[stage] for stage in users} or {rest}))
-        return found
+    def _home(self, name: str) -> int:
+        """The group of a parameter or buffer that nothing uses: its module's."""
+        return self._parts.group(self._parts.part_of(name.rpartition(".")[0]) or 0)
 
     def _line(self, one: Crossing, layouts: Mapping[str, Layout], cut: Cut) -> str:
         source, target = (self.place.groups[cut.groups[stage]].name for stage in (one.source, one.target))
@@ -366,23 +333,26 @@ class Cut:
         """The stages of a graph. Raises StrategyError."""
         strategy = shadow.handle.strategy
 
-        def rewrite(step: StepGraph) -> StepGraph:
-            again = recomputed_modules(shadow.model, strategy)
-            found = [recompute_pass(strategy, again), regather_pass(strategy)]
-            return rewritten(step, [one for one in found if one is not None])
-
-        try:
-            return pipeline_stages(
-                whole, self.stage_of, len(self.groups), strategy.memory.shard, rewrite, kind=self._kind
-            )
-        except GraphError as error:
+        def refused(error: GraphError) -> str:
             names = ", ".join(
                 f"{stage} {self._parts.names[self._parts.of_group(group)[0]]}"
                 for stage, group in enumerate(self.groups)
             )
-            raise StrategyError(f"submodels: {error} (stages: {names})") from error
+            return f"submodels: {error} (stages: {names})"
+
+        passes = memory_passes(shadow.model, strategy)
+        return cut_micro_batch(
+            whole, self.stage_of, len(self.groups), strategy, passes, kind=self._kind, refused=refused
+        )
 
 
 def crossings(stages: PipelineStages) -> list[Crossing]:
     """The values that cross between stages."""
     return [one for stage in stages.partition.stages for one in (*stage.sends, *stage.gradients_out)]
+
+
+def of_all_ranks(found: Any) -> list[Any]:
+    """What every rank has found, by rank. A collective."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, found)
+    return told

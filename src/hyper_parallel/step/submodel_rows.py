@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,8 @@ from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import fields_of
-from hyper_parallel.step.submodel_plan import SubmodelPlan
+from hyper_parallel.step.stage_plan import StagePlan
+from hyper_parallel.step.submodel_plan import of_all_ranks
 from hyper_parallel.workload.submodels import with_partners
 
 Rows = Mapping[str, Tensor]
@@ -188,7 +188,7 @@ MOST_KINDS = 16
 class Kind:
     """Micro-batches that are alike."""
 
-    def __init__(self, plan: SubmodelPlan, like: MicroBatch) -> None:
+    def __init__(self, plan: StagePlan, like: MicroBatch) -> None:
         self.plan = plan
         self._shapes = _shapes_of(like)
 
@@ -207,26 +207,24 @@ class Kinds:
 
     def __init__(
         self,
-        plan: Callable[[StepRows, MicroBatch, int], SubmodelPlan],
-        told: Callable[[Any], list[Any]],
-        forget: Callable[[list[SubmodelPlan]], None],
+        plan: Callable[[StepRows, MicroBatch, int], StagePlan],
+        forget: Callable[[list[StagePlan]], None],
         warn: bool,
     ) -> None:
         """`plan`: of rows of a step, and this rank's part of the micro-batch with a number, which is new; a collective.
-        `told`: as of `SubmodelPlanner`. `forget`: is told which plans are no longer kept. `warn`: where more kinds come
-        than are kept."""
-        self._plan, self._told, self._forget, self._warn = plan, told, forget, warn
+        `forget`: is told which plans are no longer kept. `warn`: where more kinds come than are kept."""
+        self._plan, self._forget, self._warn = plan, forget, warn
         self._kinds: list[Kind] = []
 
-    def add(self, plan: SubmodelPlan, like: MicroBatch) -> None:
+    def add(self, plan: StagePlan, like: MicroBatch) -> None:
         """Keep a plan that was made otherwise."""
         self._kinds.append(Kind(plan, like))
 
-    def sorted(self, rows: StepRows, micro: list[MicroBatch]) -> dict[SubmodelPlan, list[int]]:
+    def sorted(self, rows: StepRows, micro: list[MicroBatch]) -> dict[StagePlan, list[int]]:
         """The plans of a step's micro-batches, and the places of those of each. A collective."""
         while True:
             mine = [{at for at, kind in enumerate(self._kinds) if kind.fits(one)} for one in micro]
-            told: list[list[set[int]]] = self._told(mine)
+            told: list[list[set[int]]] = of_all_ranks(mine)
             common = [set.intersection(*(one[at] for one in told)) for at in range(len(micro))]
             new = next((at for at, kinds in enumerate(common) if not kinds), None)
             if new is None:

@@ -26,8 +26,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,23 +35,20 @@ from torch import Tensor, nn
 from hyper_parallel.compat.process_groups import level_group_counts
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError, StrategyError
-from hyper_parallel.graph.gradients import GRADIENT
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.runtime.rank_transfers import ProcessTransfers
 from hyper_parallel.schedule import StepSchedule
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
-from hyper_parallel.shard.hooks import wrap
 from hyper_parallel.shard.loss import valid_tokens
-from hyper_parallel.shard.model_structure import assigned_modules, submodel_of, without_values
+from hyper_parallel.shard.model_structure import assigned_modules, submodel_of
 from hyper_parallel.shard.process_mesh import PipelinePlace
-from hyper_parallel.shard.sharded_model import LOSS_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.pipeline import device_of
-from hyper_parallel.step.pipeline_build import MakeTransfers
-from hyper_parallel.step.pipeline_gradients import SharedGradients
-from hyper_parallel.step.program_runner import Counts, SubmodelRunner
+from hyper_parallel.step.pipeline_build import check_processes, refuse_calls, shadow_of
+from hyper_parallel.step.program_runner import Counts, ProgramRunner, gradients_added, whole_loss
 from hyper_parallel.step.recipe import GradientRecipe
-from hyper_parallel.step.submodel_plan import Parts, SubmodelPlan, SubmodelPlanner
+from hyper_parallel.step.stage_plan import StagePlan
+from hyper_parallel.step.submodel_plan import Parts, SubmodelPlanner
 from hyper_parallel.step.submodel_rows import Inputs, Kinds, Rows, StepRows, SubmodelRows
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.axes import Submodel, read_submodels
@@ -95,7 +91,9 @@ def submodels(
     strategies = _strategies(named, strategy or Strategy())
     assigned = assigned_modules(model, named)
     groups = DeviceGroup.of_submodels(strategies)
-    _check_world(named)
+    devices = ", ".join(f"{name} {one.axes.world}" for name, one in named.items())
+    wanted = sum(one.axes.world for one in named.values())
+    check_processes(wanted, f"the submodels have {wanted} devices ({devices})")
     rank = dist.get_rank()
     here = next(at for at, group in enumerate(groups) if rank in group.ranks)
     place = PipelinePlace(groups, here, submodels=True)
@@ -104,19 +102,13 @@ def submodels(
     own = strategies[parts.names[parts.of_group(place.index)[0]]]
     where = torch.device(device) if device is not None else device_of(model)
     rows = SubmodelRows(batch, micro_batches, inputs, groups, place.index, where)
-    try:
-        shadow = without_values(model)
-    # A module of the user's may hold what cannot be copied.
-    except Exception as error:
-        raise StrategyError(
-            f"submodels are cut from a copy of the model, and it cannot be copied: {error}"
-        ) from error
+    shadow = shadow_of(model, "submodels")
     level_group_counts()
     parallelize(shadow, own, lowering="traceable", pipeline=place)
     recipe = GradientRecipe(shadow, sharded(shadow), seed=seed, loss=loss or LossConfig())
     # Copies of rows would count in the routers' auxiliary loss.
     rows.copies = recipe.handle.balancing is None
-    planner = SubmodelPlanner(recipe, parts, where, _told)
+    planner = SubmodelPlanner(recipe, parts, where)
     # The rows with most are first.
     given = rows.arranged(batch)
     micro = rows.share(given, 0)
@@ -128,7 +120,7 @@ def submodels(
         like=recipe.handle,
         pipeline=replace(place, owners=first.owners),
     )
-    wrap(model, _refuse_call)
+    refuse_calls(model, "spread over submodels", "forward_backward of what hp.submodels returned")
     evaluation = LossConfig(chunk=(loss or LossConfig()).chunk)
     return Submodels(sharded(model), planner, first, micro, rows, micro_batches, evaluation)
 
@@ -150,19 +142,6 @@ def _strategies(named: Mapping[str, Submodel], base: Strategy) -> dict[str, Stra
     return {name: Strategy.model_validate({**common, "axes": one.axes}) for name, one in named.items()}
 
 
-def _check_world(named: Mapping[str, Submodel]) -> None:
-    """Raise StrategyError unless there are as many processes as devices."""
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    wanted = sum(one.axes.world for one in named.values())
-    if world != wanted:
-        devices = ", ".join(f"{name} {one.axes.world}" for name, one in named.items())
-        raise StrategyError(
-            f"the submodels have {wanted} devices ({devices}), and there "
-            f"{'is 1 process' if world == 1 else f'are {world} processes'}; start {wanted} "
-            f"(torchrun --nproc-per-node {wanted} …) and call init_process_group first"
-        )
-
-
 class Submodels:
     """A model whose parts run on devices of their own, and the passes over its micro-batches."""
 
@@ -170,37 +149,29 @@ class Submodels:
         self,
         handle: ShardedModel,
         planner: SubmodelPlanner,
-        first: SubmodelPlan,
+        first: StagePlan,
         like: MicroBatch,
         rows: SubmodelRows,
         micro_batches: int,
         evaluation: LossConfig,
-        transfers: MakeTransfers = ProcessTransfers,
     ) -> None:
         """`first`: the plan of micro-batches like `like`, which needs all submodels; `evaluation`: the loss of held-out
         rows."""
         self.handle, self._planner, self._rows, self._count = handle, planner, rows, micro_batches
-        self._first, self._evaluation, self._transfers = first, evaluation, transfers
+        self._first, self._evaluation = first, evaluation
         self._said = False
-        lead = handle.rank == 0
-        self._training = Kinds(self._to_train, _told, self._forget, lead)
+        self._runner = ProgramRunner(handle, first, ProcessTransfers(handle.rank))
+        lead, forget = handle.rank == 0, self._runner.forget
+        self._training = Kinds(self._to_train, forget, lead)
         self._training.add(first, like)
-        self._evaluating = Kinds(self._to_evaluate, _told, self._forget, lead)
-        self._shared = SharedGradients.of(first.stages, first.owners, handle)
-        outputs = first.stages.whole.outputs
-        self._trained = {name.removeprefix(GRADIENT) for name in outputs if name.startswith(GRADIENT)}
-
-    @cached_property
-    def _runner(self) -> SubmodelRunner:
-        """Made in the first step, when the model has its values."""
-        return SubmodelRunner(self.handle, self._first.owners, self._transfers(self.handle.rank))
+        self._evaluating = Kinds(self._to_evaluate, forget, lead)
 
     @property
     def plan(self) -> str:
         """The submodels, their ranks, and what crosses between them, a line each."""
         groups = self._planner.place.groups
         lines = [f"{group.name}: ranks {', '.join(map(str, group.ranks))}" for group in groups]
-        return "\n".join([*lines, *self._first.crossing])
+        return "\n".join([*lines, *self._first.described])
 
     @property
     def schedule(self) -> StepSchedule | None:
@@ -238,19 +209,10 @@ class Submodels:
         self._say(rows)
         micro = self._rows.shares(rows)
         divisor = torch.tensor(count, device=handle.device)
-        owned = handle.owned()
-        before = [one.parameter.grad for one in owned]
-        for one in owned:
-            one.parameter.grad = None
-        kinds = self._training.sorted(rows, micro)
-        counts, ordered = _in_order(kinds, micro)
-        loss = self._runner.train(counts, StepBatch(step, [], ordered, divisor), divisor)
-        self._shared.add_up()
-        for one, earlier in zip(owned, before, strict=True):
-            if one.parameter.grad is None and one.name in self._trained and one.parameter.requires_grad:
-                one.parameter.grad = torch.zeros_like(one.parameter)
-            _add(one.parameter, earlier)
-        return handle.over_all_ranks(loss * handle.axes.speaks(LOSS_AXES, handle.rank))
+        counts, ordered = _in_order(self._training.sorted(rows, micro), micro)
+        with gradients_added(handle):
+            loss = self._runner.train(counts, StepBatch(step, [], ordered, divisor), divisor)
+        return whole_loss(handle, loss)
 
     def evaluate(self, batch: Rows, *, tokens: float | None = None, arrange: bool = True) -> Tensor:
         """The mean loss of a valid token of held-out rows, without dropout; fp32 [], the same number on every rank.
@@ -265,9 +227,7 @@ class Submodels:
         rows = self._rows.arranged(batch) if arrange else StepRows.as_given(batch)
         micro = self._rows.shares(rows)
         counts, ordered = _in_order(self._evaluating.sorted(rows, micro), micro)
-        handle = self.handle
-        part = self._runner.evaluate(counts, ordered)
-        whole = handle.over_all_ranks(part * handle.axes.speaks(LOSS_AXES, handle.rank))
+        whole = whole_loss(self.handle, self._runner.evaluate(counts, ordered))
         return whole / count if count else whole * math.nan
 
     def _say(self, rows: StepRows) -> None:
@@ -283,14 +243,14 @@ class Submodels:
             len(rows.numbers),
         )
 
-    def _to_train(self, batch: StepRows, micro: MicroBatch, at: int) -> SubmodelPlan:
+    def _to_train(self, batch: StepRows, micro: MicroBatch, at: int) -> StagePlan:
         return self._checked(self._planner.training(micro, self._rows.doubled(batch, at), self._count), at)
 
-    def _to_evaluate(self, batch: StepRows, micro: MicroBatch, at: int) -> SubmodelPlan:
+    def _to_evaluate(self, batch: StepRows, micro: MicroBatch, at: int) -> StagePlan:
         doubled = self._rows.doubled(batch, at)
         return self._checked(self._planner.evaluation(micro, doubled, self._evaluation), at)
 
-    def _checked(self, plan: SubmodelPlan, at: int) -> SubmodelPlan:
+    def _checked(self, plan: StagePlan, at: int) -> StagePlan:
         """Raise StrategyError for a plan that needs weights where they are not."""
         for name, holders in plan.owners.items():
             if not {*holders} <= {*self._first.owners.get(name, ())}:
@@ -300,33 +260,10 @@ class Submodels:
                 )
         return plan
 
-    def _forget(self, plans: list[SubmodelPlan]) -> None:
-        self._runner.forget(plans)
-
 
 def _in_order(
-    kinds: Mapping[SubmodelPlan, list[int]], micro: Sequence[MicroBatch]
+    kinds: Mapping[StagePlan, list[int]], micro: Sequence[MicroBatch]
 ) -> tuple[Counts, list[MicroBatch]]:
     """How many micro-batches there are of each kind, and the micro-batches kind by kind."""
     counts = tuple((plan, len(places)) for plan, places in kinds.items())
     return counts, [micro[at] for places in kinds.values() for at in places]
-
-
-def _add(parameter: nn.Parameter, earlier: Tensor | None) -> None:
-    """Add an earlier gradient to the parameter's."""
-    if earlier is not None:
-        parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-
-
-def _told(found: Any) -> list[Any]:
-    """What every rank has found. A collective."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, found)
-    return told
-
-
-def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
-    raise StrategyError(
-        "the model is spread over submodels, and no rank holds all of it; in place of calling it, give the rows of a "
-        "step to forward_backward of what hp.submodels returned"
-    )

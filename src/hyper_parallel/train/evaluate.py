@@ -16,6 +16,7 @@ from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, load_rows, rows_beside, share_of
 from hyper_parallel.step.pipeline_build import BuiltPipeline
+from hyper_parallel.step.program_runner import whole_loss
 
 
 class Evaluation:
@@ -97,5 +98,4 @@ class Evaluation:
         loss = pipeline.evaluate(self._micro)
         tokens = torch.stack([valid_tokens(one.labels) for one in self._micro]).sum()
         valid = handle.all_reduce(tokens, ROW_AXES).item()
-        told = handle.over_all_ranks(loss * handle.axes.speaks(LOSS_AXES, handle.rank)).item()
-        return told / valid if valid else float("nan")
+        return whole_loss(handle, loss).item() / valid if valid else float("nan")
