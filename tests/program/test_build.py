@@ -126,7 +126,6 @@ def test_a_value_of_an_early_stage_goes_once_to_each_group_that_takes_it() -> No
                 task.group,
                 takes,
                 tuple(p for p in task.gives if p not in dropped),
-                0,
                 task.stage,
             )
         )
