@@ -92,7 +92,7 @@ def steps_both_ways(
     for step in range(steps):
         row: dict[str, float] = {}
         gradients: dict[str, dict[str, Tensor]] = {}
-        for name in ways if step % 2 else reversed(ways):
+        for name in ("given", "dealt") if step % 2 else ("dealt", "given"):
             optimizer.zero_grad()
             figures, of_step = ways[name](step)
             row |= {f"{figure}, {name}": value for figure, value in figures.items()}

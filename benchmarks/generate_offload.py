@@ -75,7 +75,8 @@ class AccelerateDisk:
 def bytes_of_a_batch(model: Any, work: Work, size: int) -> int:
     """What the longest prompts and answers hold at most, beside weights."""
     longest = Work([max(work.prompts, key=len)] * size, [max(work.lengths)] * size)
-    with LiveBytes(torch.device("cpu"), [*model.parameters(), *model.buffers()]) as counter:
+    counter = LiveBytes(torch.device("cpu"), [*model.parameters(), *model.buffers()])
+    with counter:
         generated(model, longest, size)
     return counter.peak
 
