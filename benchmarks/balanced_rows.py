@@ -13,13 +13,12 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from both_ways import differences, steps_both_ways
 from commandline import run
 from pages import Benchmark, table
 from processes import scratch
@@ -35,6 +34,8 @@ from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.train_step import accumulate
 
 ROWS, BATCH, MOST, MEAN, SKEW = 256, 16, 16, 4, 1.2
+Way = Callable[[int], tuple[dict[str, float], dict[str, Tensor]]]
+"""A step by its number: its figures, with the loss, and this rank's gradients by name."""
 
 
 def make(place: Path) -> dict[str, Any]:
@@ -78,18 +79,46 @@ def _worker(rank: int, world: int, file: dict[str, Any], steps: int) -> list[dic
 
         return step
 
-    return steps_both_ways({"given": way(balance=False), "dealt": way(balance=True)}, optimizer, steps)
+    return steps_both_ways(way(balance=False), way(balance=True), optimizer, steps)
+
+
+def steps_both_ways(
+    given: Way, dealt: Way, optimizer: torch.optim.Optimizer, steps: int
+) -> list[dict[str, float]]:
+    """The figures of each step as ``name, way``, and the largest difference of gradients over the largest gradient as
+    given. The way that goes first alternates; weights move by the gradients of the last."""
+    ways = {"given": given, "dealt": dealt}
+    found = []
+    for step in range(steps):
+        row: dict[str, float] = {}
+        gradients: dict[str, dict[str, Tensor]] = {}
+        for name in ("given", "dealt") if step % 2 else ("dealt", "given"):
+            optimizer.zero_grad()
+            figures, of_step = ways[name](step)
+            row |= {f"{figure}, {name}": value for figure, value in figures.items()}
+            gradients[name] = {key: value.clone() for key, value in of_step.items() if value.numel()}
+        largest = max(float(value.abs().max()) for value in gradients["given"].values())
+        row["gradients"] = max(
+            float((value - gradients["dealt"][key]).abs().max()) / largest
+            for key, value in gradients["given"].items()
+        )
+        optimizer.step()
+        found.append(row)
+    return found
 
 
 def measured(steps: int) -> dict[str, Any]:
     """All steps, the first two left out of what is compared."""
     with scratch() as place:
         file = make(place)
-        ranks: list[list[dict[str, float]]] = run_ranks(_worker, 2, file, steps, timeout=120 + 6.0 * steps)
+        ranks: Sequence[Sequence[Mapping[str, float]]] = run_ranks(
+            _worker, 2, file, steps, timeout=120 + 6.0 * steps
+        )
     rows = ranks[0][2:]
     given, dealt = ([row[f"seconds, {name}"] for row in rows] for name in ("given", "dealt"))
     ratios = sorted(b / a for a, b in zip(given, dealt, strict=True))
     low, _, high = statistics.quantiles(ratios, n=4)
+    losses = [(row["loss, given"], row["loss, dealt"]) for row in rows]
     return {
         "steps": steps,
         "given": statistics.median(given),
@@ -97,7 +126,10 @@ def measured(steps: int) -> dict[str, Any]:
         "whole": sum(dealt) / sum(given),
         "ratio": statistics.median(ratios),
         "quartiles": [low, high],
-        **differences(ranks, "given", "dealt", first=2),
+        "loss_difference": max(abs(a - b) / a for a, b in losses),
+        "gradient_difference": max(row["gradients"] for rank in ranks for row in rank),
+        "first_loss": losses[0][0],
+        "last_loss": losses[-1][0],
     }
 
 

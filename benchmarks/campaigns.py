@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pages import Benchmark
@@ -103,19 +101,3 @@ class Rows:
     def write(self) -> None:
         """Write the result, and the pages that show it."""
         self._benchmark.keep({**self._summary(self.rows), self._key: self.rows})
-
-
-class Log:
-    """Rows as lines of a file, for campaigns that are run in several starts."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.rows: list[dict[str, Any]] = []
-        if path.exists():
-            self.rows = [json.loads(line) for line in path.read_text().splitlines()]
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Keep a row."""
-        self.rows.append(row)
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")

@@ -1,6 +1,6 @@
 """What int8 pages of the KV cache cost in accuracy, and save in bytes: python benchmarks/generate_kv_int8.py
 
-For each of the twelve families of `verify_generate`, with a small model of new weights, and for a Llama that is trained
+For each of twelve families, with a small model of new weights, and for a Llama that is trained
 here on text of a Markov chain (as it is, and with channels of large keys): greedy answers from pages in the model's
 dtype, and the log-probabilities that these and int8 pages give to their tokens (teacher forcing: prompt and answer are
 replayed through the cache). Also how often both have the same most likely token, and how far greedy answers agree. Of
@@ -22,12 +22,15 @@ from measure import quiet
 from pages import Benchmark, table
 from shapes import llama, random_prompts
 from transformers import LlamaConfig, LlamaForCausalLM
-from verify_generate import FAMILIES
 
 from hyper_parallel.inference import Generator
 from hyper_parallel.inference.kv_cache import pages
 from hyper_parallel.inference.kv_cache.sizes import page_bytes
 
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt-oss"),
+    *("mixtral", "qwen3-moe", "deepseek-v3"),
+)
 LENGTHS, TOKENS, PAGE = (1, 31, 33, 70, 200, 300, 12, 150), 32, 32
 STEPS = 500
 """Of training."""

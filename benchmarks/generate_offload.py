@@ -1,38 +1,34 @@
-"""Generation within a byte budget beside what others do: python benchmarks/generate_offload.py [--short]
+"""Generation within a byte budget beside Accelerate: python benchmarks/generate_offload.py [--short]
 
 One Llama in float32 with one thread, ragged requests (prompts and answers of different lengths), greedy. All take turns
-in one process and have the same budget, prompts and tiers:
+in one process:
 
-- weights on flash, three times the budget: ours (`Generator`), next-layer prefetch and FlexGen's zig-zag with static
-  batches, and Accelerate's `disk_offload` under `generate`;
-- weights in host memory: the same without Accelerate, whose offload to the host copies nothing on a CPU;
-- keys and values in host memory: `TieredCache`, and the policies of `OffloadedCache`, `OffloadedStaticCache` and pages
-  with LRU, each under `generate` with static batches; and `Generator`, with as many pages as the budget has;
+- weights on flash, three times the budget: `Generator`, and Accelerate's `disk_offload` under `generate`, which keeps
+  nothing on the device and maps a file for each weight. Its static batches are as large as fit beside one layer. Files
+  are read past the system's cache, or taken out of it after each pass (Accelerate);
 - everything fits: `Generator` with a budget beside `Generator` without.
 
-Real: `Generator`, `TieredCache`, `generate`, Accelerate. All other policies are implemented again on our tiers
-(`generate_offload_weights`, `generate_offload_cache`), with the same copies, since Transformers' own need CUDA streams
-and FlexGen has no Llama. Files of weights are read past the system's cache, or taken out of it after each pass
-(Accelerate). Seconds are of the clock and of the processor. Tokens must be the same; an answer that differs is listed
-with the distance of the two logits where it first does. Writes ``benchmarks/results/generate_offload.json`` and the
-table of ``docs/inference-memory.md``, unless `--short`.
+Seconds are of the clock and of the processor. Tokens must be the same; an answer that differs is listed with the
+distance of the two logits where it first does. Writes ``benchmarks/results/generate_offload.json`` and the table of
+``docs/inference-memory.md``, unless `--short`.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import accelerate
 import torch
 from commandline import run
-from generate_offload_cache import policies
-from generate_offload_weights import AccelerateDisk, StaticBatches
 from generation import (
     KINDS,
+    Answers,
     Run,
     Work,
     answered,
@@ -49,16 +45,52 @@ from pages import Benchmark, table
 from processes import scratch
 from shapes import llama, new_model
 
-import hyper_parallel as hp
 from hyper_parallel import Generator
+from hyper_parallel.inference.memory_needs import LiveBytes
 
 MODEL = llama(256, 10, 8, kv=2, vocabulary=2048, positions=1024, tie_word_embeddings=False)
-CACHED = {**MODEL, "num_hidden_layers": 8, "num_key_value_heads": 8}
-"""With more keys and values for its weights."""
 SHORT = {**MODEL, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "vocab_size": 256}
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
 """Of static batches."""
-ROWS = ("weights on flash", "weights in host memory", "keys and values in host memory", "everything fits")
+ROWS = ("weights on flash", "everything fits")
+
+
+class AccelerateDisk:
+    """`accelerate.disk_offload` under `generate`. Files leave the system's cache after each pass."""
+
+    def __init__(self, model: Any, work: Work, budget: int, folder: Path) -> None:
+        self.work = work
+        room = budget - max(one.nbytes for one in model.parameters())
+        self.size = next(size for size in SIZES if bytes_of_a_batch(model, work, size) <= room)
+        self.model = copy.deepcopy(model)
+        accelerate.disk_offload(self.model, str(folder), execution_device=torch.device("cpu"))
+        self.model.register_forward_hook(lambda *_: uncached(folder))
+        firsts = range(0, len(work.prompts), self.size)
+        self.passes = sum(max(work.lengths[first : first + self.size]) for first in firsts)
+
+    def __call__(self) -> Answers:
+        return generated(self.model, self.work, self.size)
+
+
+def bytes_of_a_batch(model: Any, work: Work, size: int) -> int:
+    """What the longest prompts and answers hold at most, beside weights."""
+    longest = Work([max(work.prompts, key=len)] * size, [max(work.lengths)] * size)
+    counter = LiveBytes(torch.device("cpu"), [*model.parameters(), *model.buffers()])
+    with counter:
+        generated(model, longest, size)
+    return counter.peak
+
+
+def uncached(folder: Path) -> None:
+    """Take the files of a folder out of the system's cache."""
+    for path in folder.iterdir():
+        if path.is_file():
+            number = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(number)
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(number)
 
 
 def compared(model: Any, work: Work, runs: Mapping[str, Run], rounds: int) -> dict[str, Any]:
@@ -74,58 +106,22 @@ def compared(model: Any, work: Work, runs: Mapping[str, Run], rounds: int) -> di
     return result
 
 
-def weights(model: Any, work: Work, folder: Path, rounds: int, flash: bool, share: float) -> dict[str, Any]:
-    """Weights in one tier; the budget is a share of them."""
+def weights_on_flash(model: Any, work: Work, folder: Path, rounds: int, share: float) -> dict[str, Any]:
+    """The budget is a share of the weights."""
     total = sum(one.nbytes for one in model.parameters())
     budget = int(total * share)
-    sizes = SIZES if len(work.prompts) > 8 else (2,)
-    tier = {"flash": str(folder / "spill")} if flash else {"host": 2 * total}
-    with ExitStack() as stack:
-        generator = stack.enter_context(Generator(folder / "model", memory={"device": budget, **tier}))
-        runs: dict[str, Run] = {"ours": answered(generator, work)}
-        read: dict[str, int] = {}
-        passes: dict[str, int] = {}
-        for name, blocks in (("next-layer prefetch", (1,)), ("zig-zag", (1, 2, 3, 4, 8))):
-            place = {"flash": folder / f"spill-{len(blocks)}"} if flash else tier
-            static = stack.enter_context(closing(StaticBatches(model, work, budget, sizes, blocks, **place)))
-            runs[name], passes[name], read[name] = static, static.passes, static.plan.read
-            print(f"  {name}: {static.count} batches of {static.size}", flush=True)
-        if flash:
-            held = {size: static.held[size, 1] for size in sizes}
-            disk = AccelerateDisk(model, work, budget, folder / "accelerate", held)
-            name = "Accelerate disk_offload"
-            runs[name], passes[name], read[name] = disk, disk.passes, total
-        result = compared(model, work, runs, rounds)
+    memory = {"device": budget, "flash": str(folder / "spill")}
+    disk = AccelerateDisk(model, work, budget, folder / "accelerate")
+    with Generator(folder / "model", memory=memory) as generator:
+        ours = answered(generator, work)
+        result = compared(model, work, {"ours": ours, "Accelerate disk_offload": disk}, rounds)
         before = generator.passes
-        runs["ours"]()
+        ours()
         plan = generator.memory.plan  # type: ignore[union-attr]
         assert plan is not None
-        passes["ours"], read["ours"] = generator.passes - before, plan.read
-        for name, one in result.items():
-            one.update(passes=passes[name], read_by_a_pass=read[name])
+        result["ours"] |= {"passes": generator.passes - before, "read_by_a_pass": plan.read}
+        result["Accelerate disk_offload"] |= {"passes": disk.passes, "read_by_a_pass": total}
     return {"budget": budget, "weights": total, "runs": result}
-
-
-def keys_and_values(model: Any, work: Work, folder: Path, rounds: int, size: int) -> dict[str, Any]:
-    """The KV cache in host memory: a budget of four layers of the longest static batch."""
-    model.save_pretrained(folder / "cached")
-    config = model.config
-    token = 8 * config.num_key_value_heads * config.head_dim
-    whole = size * work.longest * token * config.num_hidden_layers
-    budget = 4 * whole // config.num_hidden_layers
-    host = 4 * whole
-    page = 32
-    with Generator(folder / "cached", pages=budget // (page * token * config.num_hidden_layers)) as generator:
-        caches = {
-            "ours: TieredCache": lambda: hp.TieredCache(model, device=budget, host=host),
-            **policies(config, size, work.longest, budget, host),
-        }
-        runs: dict[str, Run] = {
-            "ours: Generator": answered(generator, work),
-            **{name: partial(generated, model, work, size, cache) for name, cache in caches.items()},
-        }
-        result = compared(model, work, runs, rounds)
-    return {"budget": budget, "keys_and_values": whole, "batch": size, "runs": result}
 
 
 def fits(model: Any, work: Work, folder: Path, rounds: int) -> dict[str, Any]:
@@ -143,14 +139,9 @@ def measured(names: tuple[str, ...], short: bool, rounds: int, folder: Path) -> 
     model.save_pretrained(folder / "model")
     requests = partial(drawn, vocabulary=256, lengths_first=True)
     ragged = requests(5, (4, 40), (2, 6)) if short else requests(16, (8, 96), (3, 20))
-    contexts = requests(4, (20, 60), (2, 6)) if short else requests(16, (16, 192), (4, 40))
     share = 2 / 3 if short else 1 / 3
     rows: dict[str, Callable[[], dict[str, Any]]] = {
-        "weights on flash": lambda: weights(model, ragged, folder, rounds, flash=True, share=share),
-        "weights in host memory": lambda: weights(model, ragged, folder, rounds, flash=False, share=share),
-        "keys and values in host memory": lambda: keys_and_values(
-            new_model(SHORT if short else CACHED), contexts, folder, rounds, 4 if short else 8
-        ),
+        "weights on flash": lambda: weights_on_flash(model, ragged, folder, rounds, share),
         "everything fits": lambda: fits(model, ragged, folder, 2 * rounds),
     }
     result: dict[str, Any] = {}

@@ -12,12 +12,17 @@ anything differs.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from commandline import run
-from disturbed_runs import HEAD, Command, Row, records, results
 from pages import Benchmark
 from processes import scratch
 
@@ -27,13 +32,62 @@ BENCHMARK = Benchmark("kill_saves")
 WINDOW_S = 1.5
 STEPS = 400
 RUN = f"""\
-{HEAD}data: {{train: text.txt, sequence: 32, tokenizer: {{vocab_size: 300}}}}
+version: 1
+out: OUT
+model:
+  config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}}
+data: {{train: text.txt, sequence: 32, tokenizer: {{vocab_size: 300}}}}
 train: {{steps: {STEPS}, batch: 4, sample: {{tokens: 0}}}}
 strategy: {{axes: {{shard: 2}}}}
 launch: {{device: cpu, threads: 1}}
 checkpoint: {{every: 1}}
 trackers: []
 """
+"""``OUT`` is the folder of the run."""
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
+
+
+def records(folder: Path, out: str) -> dict[int, dict[str, Any]]:
+    """Step to its metrics, of whole lines."""
+    path = folder / out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record for record in found if "loss" in record}
+
+
+def results(folder: Path, out: str) -> tuple[dict[int, Any], dict[str, bytes]]:
+    """What must not depend on interruptions: every loss and norm, and the bytes of the last checkpoint."""
+    values = {step: (row["loss"], row["grad_norm"]) for step, row in records(folder, out).items()}
+    files = (folder / out / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors")
+    return values, {path.name: path.read_bytes() for path in files}
+
+
+def begin(folder: Path, out: str) -> subprocess.Popen[bytes]:
+    """``hyper-parallel train`` into `out`; what it prints and says is in files of that name."""
+    text = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
+    (folder / "text.txt").write_text(text)
+    (folder / f"{out}.yaml").write_text(RUN.replace("OUT", out))
+    with (folder / f"{out}.txt").open("wb") as printed, (folder / f"{out}.err").open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "hyper_parallel", "train", f"{out}.yaml"],
+            cwd=folder,
+            stdout=printed,
+            stderr=said,
+            start_new_session=True,
+        )
 
 
 def saved_step(folder: Path, out: str) -> int:
@@ -42,19 +96,21 @@ def saved_step(folder: Path, out: str) -> int:
     return 0 if found is None else found.step
 
 
-def command_of(folder: Path) -> Command:
-    return Command(folder, RUN, text=2000)
-
-
-def kill(folder: Path, out: str, after: float) -> Row:
+def kill(folder: Path, out: str, after: float) -> dict[str, Any]:
     """Start the run, kill it `after` seconds behind its first step; what was there before and what is left."""
     expected, printed = saved_step(folder, out), folder / f"{out}.txt"
-    with contextlib.closing(command_of(folder)) as command:
-        command.start(out)
+    command, begun = begin(folder, out), time.monotonic()
+    try:
         while b"loss" not in printed.read_bytes():  # the first step of each start is shown at once
-            assert command.ended(0.01) is None, command.said(out)
-            assert time.monotonic() - command.begun < 120, "no step within two minutes"
+            assert command.poll() is None, (folder / f"{out}.err").read_text()
+            assert time.monotonic() - begun < 120, "no step within two minutes"
+            time.sleep(0.01)
         time.sleep(after)
+    finally:
+        for pid in family(command.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        command.wait()
     lines = printed.read_text().splitlines()
     resumed = next((int(line.split()[-1]) for line in lines if line.startswith("resumed")), 0)
     committed = saved_step(folder, out)
@@ -70,9 +126,8 @@ def kill(folder: Path, out: str, after: float) -> Row:
 
 
 def finished(folder: Path, out: str) -> tuple[dict[int, tuple[float, float]], dict[str, bytes]]:
-    with contextlib.closing(command_of(folder)) as command:
-        assert command.finish(out), command.said(out)
-    return results(folder, out, STEPS)
+    assert begin(folder, out).wait(600) == 0, (folder / f"{out}.err").read_text()
+    return results(folder, out)
 
 
 def main(kills: int = 10, seed: int = 0) -> bool:

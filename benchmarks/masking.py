@@ -1,8 +1,8 @@
-"""How much communication runs beside computation, without and with the overlap pass: simulated, and on real workers.
+"""How much communication runs beside computation, without and with the overlap pass: all simulated.
 
-    python benchmarks/masking.py [--only WORD] [--again] [--no-workers]
+    python benchmarks/masking.py [--only WORD] [--again]
 
-Simulated. A case is a model of a published shape, a cluster preset and a strategy. The step of one rank is captured,
+A case is a model of a published shape, a cluster preset and a strategy. The step of one rank is captured,
 with two micro-batches, layers recomputed in the backward pass and weights gathered again, as training rewrites it. It
 is put into the schedule that trainers have without an overlap pass (`hyper_parallel.overlap.fsdp_baseline_schedule`:
 weights asked for one layer ahead, gradients reduced beside the next layer, everything else waited for where it begins)
@@ -13,23 +13,15 @@ without one shows the closest. Experts are taken to get equally many rows. Nothi
 Masking has two definitions (`hyper_parallel.trace.Timeline`): by blocked time, 1 − exposed / communication, and end
 to end, (T_comp + T_comm − step) / T_comm, which also pays for kernels that are slower beside a collective. No schedule
 can mask more than min(1, T_comp / T_comm).
-
-On workers. The step of a small Llama, its collectives real, over loopback between local gloo workers; in place of its
-kernels the worker sleeps for as long as they would take on a made-up device, which leaves the cores to gloo. The same
-collectives are timed on the same workers, in turns with the schedules, and each collective of the simulation takes one
-of these times, drawn for its kind and size: a late one is waited for and an early one wins nothing, which their mean
-does not know. Simulated and measured are medians over steps. Masking by blocked time is the share of the collectives'
-time that no wait was blocked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import masking_workers
 from commandline import Again, Only, run
-from masking_workers import simulated
 from pages import Benchmark
 from shapes import LLAMA_70B, Fields, llama
 from training import build, recipe_of, shape_of
@@ -37,12 +29,13 @@ from training import build, recipe_of, shape_of
 import hyper_parallel as hp
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_tensors import fake_ranks
-from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph import StepGraph, lower
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.step_context import StepContext
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap import FsdpBaseline, overlap
+from hyper_parallel.simulator import simulate
 from hyper_parallel.step.capture_train_step import capture_step
 from hyper_parallel.trace import Timeline
 
@@ -108,6 +101,13 @@ def captured(case: Case, rows: int, length: int) -> StepGraph:
         return rewritten(step, passes(strategy, ordered=False))
 
 
+def simulated(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> Timeline:
+    """What a step would take where every rank runs it."""
+    ranks = {rank for group in step.groups.values() for rank in group.ranks} | {0}
+    trace = lower({"all": step}, dict.fromkeys(sorted(ranks), "all"), sizes=sizes, views=False)
+    return simulate(trace, cluster)
+
+
 def figures(timeline: Timeline) -> dict[str, float | None]:
     alone, masked = timeline.alone, timeline.masked
     assert alone is not None
@@ -161,18 +161,13 @@ def measured(case: Case) -> dict[str, Any]:
     }
 
 
-def main(only: Only = "", again: Again = False, no_workers: Annotated[bool, "only simulate"] = False) -> None:
-    kept = BENCHMARK.kept()
-    result = {key: kept.get(key, {}) for key in ("simulated", "workers")}
-    cases: dict[str, Any] = result["simulated"]
+def main(only: Only = "", again: Again = False) -> None:
+    cases: dict[str, Any] = BENCHMARK.kept().get("simulated", {})
     for case in CASES:
         if only in case.name and (again or case.name not in cases):
             cases[case.name] = measured(case)
             print(cases[case.name], flush=True)
-            BENCHMARK.keep(result)
-    if not no_workers:
-        result["workers"] = masking_workers.measured()
-        BENCHMARK.keep(result)
+            BENCHMARK.keep({"simulated": cases})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """A memory budget beside the alternatives: python benchmarks/offload.py [--only PART …]
 
-Three parts, each of which can run alone; what the others found before stays in the result file.
+Two parts, each of which can run alone; what the other found before stays in the result file.
 
 - real: steps of a small Llama on this machine, contestants taking turns (`offload_real`). Peaks are measured by an
   observer that knows no plan. The link to the memory that is not counted has an emulated bandwidth; flash is real.
 - simulated: the step of a Llama of 8B's shape on one H100, and what others do as policies of the simulator that plans
   ours (`offload_peers`). For each policy's peak a plan of ours with that budget, and three more.
-- ascend: a Llama-3-8B and a DeepSeek-V3 of few layers on eight Ascend 910C, simulated, beside what is published
-  (`offload_ascend`).
 
 A contestant's point is its peak and its seconds; that ours lies on or below another means that some plan of ours holds
 no more and takes no longer. In the simulated part both are exact; in the real one a step counts as no longer where the
@@ -31,7 +29,6 @@ import offload_peers as peers
 from campaigns import in_processes
 from commandline import run
 from measure import in_turns, paired_ratio
-from offload_ascend import RUNS, predicted
 from offload_real import Contestant, Setting, bounds, serve
 from pages import Benchmark, table
 from processes import Stepping, scratch
@@ -212,15 +209,11 @@ def below_simulated(
     return found
 
 
-def ascend() -> dict[str, Any]:
-    return {name: predicted(one) for name, one in RUNS.items()}
-
-
 # What is shown.
 
 
 def lines(kept: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of all parts; for a part that was not run, a line that says so."""
+    """The lines of both parts; for a part that was not run, a line that says so."""
     for part, (what, _, shown) in _PARTS.items():
         yield from shown(kept[part]) if part in kept else (f"Not run yet: {what}.", "")
 
@@ -274,20 +267,6 @@ def _real(found: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"The losses of our steps {equal} those of eager ones bit for bit.", "")
 
 
-def _ascend(found: Mapping[str, Any]) -> Iterator[str]:
-    rows = []
-    for name in RUNS:
-        one = found[name]
-        for row in one["rows"]:
-            published = f"{row['published_s']:.2f} s" if row["published_s"] else ""
-            simulated = f"{row['simulated_s']:.2f} s"
-            rows.append(f"| {name}, {row['name']} | {_gib(row['peak'])} | {simulated} | {published} |")
-        ratios = f"{one['simulated_ratio']:.2f} | {one['published_ratio']:.2f}"
-        rows.append(f"| {name}, of the baseline's time | | {ratios} |")
-    yield from table("On eight 910C | Peak, simulated | Step, simulated | Step, published", rows)
-    yield ""
-
-
 def _verdict(below: Mapping[str, Mapping[str, Any]]) -> str:
     if not below:
         return "Ours is compared with no alternative."
@@ -304,7 +283,6 @@ def _gib(count: float) -> str:
 _PARTS = {
     "real": ("the real steps", real, _real),
     "simulated": ("the simulated steps on an H100", simulated, _simulated),
-    "ascend": ("the simulated steps on eight 910C", ascend, _ascend),
 }
 BENCHMARK = Benchmark("offload", {"offload.md": lines})
 

@@ -118,11 +118,6 @@ def random_prompts(lengths: Any, vocabulary: int, seed: int = 1, first: int = 0)
     return [torch.randint(first, vocabulary, (length,), generator=draws).tolist() for length in lengths]
 
 
-def text_of_functions(count: int) -> str:
-    """Python functions, a text to train on."""
-    return "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(count))
-
-
 def run_file(model: Fields, *, sequence: int, strategy: Fields | None = None, **more: Any) -> Fields:
     """A run file, for what is built, captured or simulated and never written: its other sections are `more`."""
     return {

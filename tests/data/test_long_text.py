@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenization import draw_text
 from tokenizers import Regex, pre_tokenizers
 
+from harness.tokenized_texts import draw_text
 from harness.tokenizer_kinds import KINDS
 from hyper_parallel.data import long_text
 from hyper_parallel.data.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""A few texts of each kind of tokenizer that benchmarks/tokenization.py has thousands of."""
+"""Token ids and loss of texts under each kind of tokenizer, beside the tokenizer's own call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tokenization
 
+from harness import tokenized_texts
 from harness.tokenizer_kinds import KINDS
 
 Encoded = tuple[list[int], list[int] | None]
@@ -15,7 +15,7 @@ Encoded = tuple[list[int], list[int] | None]
 
 @pytest.mark.parametrize("name", KINDS)
 def test_ids_are_those_of_the_call_and_answers_alone_bear_loss(name: str) -> None:
-    found = tokenization.counted(name, 6, long=False)
+    found = tokenized_texts.counted(name, 6)
     assert not found["wrong"] and not found["unread"], found["first"]
     assert found["text"] == found["answer"] == found["chat"] == 6
 
@@ -41,11 +41,11 @@ def everywhere(document: Any, ids: list[int], mask: list[int] | None) -> Encoded
 def test_what_is_wrong_is_seen(
     name: str, change: Callable[..., Encoded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = tokenization.encode
+    right = tokenized_texts.encode
 
     def wrong(documents: Any, tokenizer: Any) -> Iterator[Encoded]:
         for document, (ids, mask) in zip(documents, right(documents, tokenizer), strict=True):
             yield change(document, ids, mask)
 
-    monkeypatch.setattr(tokenization, "encode", wrong)
-    assert tokenization.counted(name, 4, long=False)["wrong"]
+    monkeypatch.setattr(tokenized_texts, "encode", wrong)
+    assert tokenized_texts.counted(name, 4)["wrong"]

@@ -3,7 +3,7 @@
 Each pattern is a model and a loop of its own: checkpoints, dropout, autocast, accumulation, resumed optimizers, frozen
 parameters, hooks, adapters, and mixtures of them. Both runs begin with the same values and the same random state.
 Losses, gradients, parameters, buffers and the random state afterwards have the same bits, or the call is refused by an
-error of the project; anything else is wrong. ``benchmarks/budget_patterns.py`` runs all of them, the tests some.
+error of the project; anything else is wrong.
 """
 
 from __future__ import annotations

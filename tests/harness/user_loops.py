@@ -2,8 +2,7 @@
 
 A `Part` is one thing that people do around or inside a model. A pattern is a small model with one to four parts of
 different groups, drawn by a seed, and a loop of three steps. `values` runs the loop and gives what it comes to: losses,
-gradients, what parts keep, weights, the random state. ``benchmarks/user_loops.py`` runs patterns with and without a
-budget; the tests run each part alone.
+gradients, what parts keep, weights, the random state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sample of the campaign of `benchmarks/verify_generate.py`, and its judge."""
+"""Tokens under axes and memory tiers beside Transformers' `generate`, and the judge of such cells."""
 
 from __future__ import annotations
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import json
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -143,23 +141,3 @@ def test_examples_in_the_code_are_right(module: str) -> None:
     found = doctest.testmod(importlib.import_module(f"hyper_parallel.{module}"))
     assert found.attempted
     assert not found.failed
-
-
-def test_the_page_shows_what_was_counted() -> None:
-    root = Path(__file__).parents[2]
-    cases = json.loads((root / "benchmarks/results/levels.json").read_text())["cases"]
-    page = (root / "docs/placement.md").read_text()
-    for machine in ("16 ranks, nodes of 8", "64 ranks, nodes of 8"):
-        rows = page[page.index(f"| {machine} |") :].splitlines()[:3]
-        for kinds, row in zip(
-            (["all-reduce"], ["reduce-scatter", "all-gather"], ["all-to-all"]), rows, strict=True
-        ):
-            for kind in kinds:
-                counted = cases[machine][kind]["node"]
-                figures = [
-                    *counted["chunks"].values(),
-                    counted["messages"]["levels"],
-                    counted["messages"]["flat"],
-                ]
-                assert kind in row
-                assert row.endswith("".join(f" {figure:g} |" for figure in figures))

@@ -1,12 +1,9 @@
-"""Token ids and loss of random texts, under every kind of tokenizer, against the tokenizer's own call.
+"""Random texts under a kind of tokenizer, judged: token ids and loss against the tokenizer's own call.
 
-    python benchmarks/tokenization.py [--texts 2000] [--only unigram] [--again]
-
-Writes benchmarks/results/tokenization.json, kind by kind; a kind that it has is not run again. Each text is encoded
-alone, as a prompt with its response, and in a conversation; texts and beginnings of conversations also as prompts that
-`generate` answers. Ids have to be those of the call or of `apply_chat_template`, with the end-of-text token. Loss is
-checked without character ranges: the spellings of the tokens are laid one after the other, which gives the place of
-each in the normalized text. Exits with 1 when anything is wrong.
+Each text is encoded alone, as a prompt with its response, and in a conversation; texts and beginnings of conversations
+also as prompts that `generate` answers. Ids have to be those of the call or of `apply_chat_template`, with the
+end-of-text token. Loss is checked without character ranges: the spellings of the tokens are laid one after the other,
+which gives the place of each in the normalized text.
 """
 
 from __future__ import annotations
@@ -14,14 +11,10 @@ from __future__ import annotations
 import json
 import random
 import re
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from commandline import Again, Only, run
-from pages import Benchmark, table
 
 from harness.tokenizer_kinds import KINDS, SIGNS, SPECIAL, WORDS, Kind
 from hyper_parallel.data.corpus import encode
@@ -57,9 +50,8 @@ def draw_text(draw: random.Random, kind: Kind, pieces: int) -> str:
     text = ""
     for _ in range(draw.randint(0, pieces)):
         text += draw.choice(draw.choices((WORDS, spaces, SIGNS, [*SPECIAL, "<l>", "<r>"]), (5, 6, 4, 1))[0])
-    return (
-        re.sub(r"(\S{50})", r"\1 ", text) if kind.spaces == "dropped" else text
-    )  # no longer word than BERT's
+    # No longer word than BERT's.
+    return re.sub(r"(\S{50})", r"\1 ", text) if kind.spaces == "dropped" else text
 
 
 @dataclass
@@ -75,20 +67,12 @@ class Case:
     behind: int = 0
 
 
-def cases(draw: random.Random, kind: Kind, owner: Any, template: str, long: bool) -> Iterator[Case]:
+def cases(draw: random.Random, kind: Kind, owner: Any, template: str) -> Iterator[Case]:
     """A text, a prompt with its response, and a conversation."""
     text = draw_text(draw, kind, 60)
-    tail = ""
-    if (
-        long
-    ):  # more than a window of an encoder, partly without a place to cut; BERT's has no token for long words
-        words = draw_text(draw, kind, 60) or " "
-        tail = words * (2**17 // len(words)) + (
-            "a b " * 2**17 if kind.spaces == "dropped" else "ab" * (2**19 + 10)
-        )
-    yield Case(Text("text", text + tail), text + tail, ended(owner, text + tail), [])
-    cut = draw.randint(0, max(len(text) - 1, 0))
     ids = ended(owner, text)
+    yield Case(Text("text", text), text, ids, [])
+    cut = draw.randint(0, max(len(text) - 1, 0))
     behind = len(kind.suffix) + (len(ids) > len(owner(text)["input_ids"]))
     answer = Answer("answer", text[:cut], text[cut:])
     yield Case(answer, text, ids, [(cut, len(text))], len(kind.prefix), behind)
@@ -195,17 +179,17 @@ def overlaps(here: tuple[int, int], spans: Spans) -> bool:
     return any(here[0] < end and start < here[1] for start, end in spans)
 
 
-def counted(name: str, texts: int, seed: int = 0, long: bool = True) -> dict[str, Any]:
+def counted(name: str, texts: int) -> dict[str, Any]:
     """The verdicts on random texts under one tokenizer, with the first that is wrong."""
     kind = KINDS[name]()
     tokenizer, owner = DataTokenizer(kind.tokenizer()), kind.tokenizer()
     added, count, first = set(owner.get_added_vocab()), Counter[str](), None
     spelt: dict[int, bytes] = {}
     for number in range(texts):
-        draw = random.Random(f"{seed} {name} {number}")
+        draw = random.Random(f"0 {name} {number}")
         template = list(TEMPLATES)[number % len(TEMPLATES)]
         tokenizer.transformers.chat_template = TEMPLATES[template]
-        for case in cases(draw, kind, owner, template, long and number == texts - 1):
+        for case in cases(draw, kind, owner, template):
             count[what := type(case.document).__name__.lower()] += 1
             try:
                 [(ids, mask)] = encode([case.document], tokenizer)
@@ -232,33 +216,3 @@ def counted(name: str, texts: int, seed: int = 0, long: bool = True) -> dict[str
                 first = first or f"{what} {number}: {verdict}: {case.text[:200]!r}"
     names = ("text", "answer", "chat", "prompt", "unread", "wrong")
     return {**{key: count[key] for key in names}, "first": first}
-
-
-def lines(result: Any) -> Iterable[str]:
-    """The table of docs/data.md."""
-    rows = [
-        (name, *(f"{found[key]:,}" for key in ("text", "answer", "chat")), found["wrong"])
-        for name, found in result["kinds"].items()
-    ]
-    return table("Tokenizer | Texts | Prompts with responses | Conversations | Wrong", rows, "lrrrr")
-
-
-BENCHMARK = Benchmark("tokenization", {"data.md": lines})
-
-
-def main(texts: int = 2000, only: Only = "", seed: int = 0, again: Again = False) -> bool:
-    """Count the wrong ones; whether there are any."""
-    earlier = BENCHMARK.kept()
-    same = not again and (earlier.get("texts"), earlier.get("seed")) == (texts, seed)
-    found: dict[str, Any] = earlier["kinds"] if same else {}
-    for name in KINDS:
-        if only in name and name not in found:
-            began = time.monotonic()
-            found[name] = counted(name, texts, seed)
-            print(f"{name}: {found[name]}, {time.monotonic() - began:.0f} s", flush=True)
-            BENCHMARK.keep({"texts": texts, "seed": seed, "kinds": found})
-    return any(kind["wrong"] or kind["unread"] for kind in found.values())
-
-
-if __name__ == "__main__":
-    run(main)
