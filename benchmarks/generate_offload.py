@@ -46,7 +46,7 @@ from processes import scratch
 from shapes import llama, new_model
 
 from hyper_parallel import Generator
-from hyper_parallel.inference.memory_needs import LiveBytes
+from hyper_parallel.inference.memory_needs import StorageCounter
 
 MODEL = llama(256, 10, 8, kv=2, vocabulary=2048, positions=1024, tie_word_embeddings=False)
 SHORT = {**MODEL, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "vocab_size": 256}
@@ -75,7 +75,7 @@ class AccelerateDisk:
 def bytes_of_a_batch(model: Any, work: Work, size: int) -> int:
     """What the longest prompts and answers hold at most, beside weights."""
     longest = Work([max(work.prompts, key=len)] * size, [max(work.lengths)] * size)
-    counter = LiveBytes(torch.device("cpu"), [*model.parameters(), *model.buffers()])
+    counter = StorageCounter(torch.device("cpu"), [*model.parameters(), *model.buffers()])
     with counter:
         generated(model, longest, size)
     return counter.peak
