@@ -12,7 +12,7 @@ from harness.family_steps import Running, captured_step
 from harness.slots import Poisoning, Shelf
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import GraphError
-from hyper_parallel.graph import StepGraph, ir, lifetimes, lower, peak, text, validate, workspaces
+from hyper_parallel.graph import StepGraph, ir, lifetimes, lower, peak, validate, workspaces
 from hyper_parallel.graph.liveness import peak_of
 from hyper_parallel.offloading.runtime import Runtime
 from hyper_parallel.offloading.schedule.build_problem import build_problem
@@ -106,7 +106,6 @@ def test_a_moved_step_can_be_simulated_and_read() -> None:
     stores = [node for node in moved.nodes if node.target is ir.store]
     assert len(out) == len(stores) > 0
     assert "host" in timeline.trace.tiers
-    assert f"store({stores[0].args[0]}, host:" in text(moved)
 
 
 def test_what_is_away_may_not_be_read() -> None:
