@@ -220,7 +220,7 @@ class Pricer:
             self._plain(node, name, op),
             kind="attention",
             flops=flops,
-            vector_flops=0.0,
+            vector_flops=0,
             dtype=next(self._flat(given["query"])).dtype,
             shape=shape,
             layout=layout,
