@@ -216,8 +216,7 @@ class AgreedCollectives:
             return
         else:
             self._join_the_rest(now)
-            # The others come here at the end of their pass.
-            # As many flags as the pass ends with.
+            # The others come here at the end of their pass, with as many flags as it has.
             count = 1 if now.key[0] == "forward" else len(self._trained)
             self._axes.any([True, *[False] * count])
         self._escalate(event)

@@ -96,11 +96,7 @@ class FolderWeights:
             )
 
     def _check(
-        self,
-        loading: Loading,
-        model: nn.Module,
-        groups: dict[str, frozenset[str]],
-        stored: Collection[str],
+        self, loading: Loading, model: nn.Module, groups: dict[str, frozenset[str]], stored: Collection[str]
     ) -> None:
         missing = [
             name for name in groups if name in loading.missing and groups[name].isdisjoint(loading.tensors)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.compat.dispatch import leaves_of
 from hyper_parallel.graph.likeness import kinds
 from hyper_parallel.graph.period_pattern import Unlike
 from hyper_parallel.graph.step_context import current_step
@@ -125,11 +126,7 @@ def _renamed(model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[in
 
 
 def _placement(
-    name: str,
-    layer: nn.Module,
-    plan: Plan,
-    dtypes: Mapping[str, torch.dtype],
-    frees: Mapping[str, bool],
+    name: str, layer: nn.Module, plan: Plan, dtypes: Mapping[str, torch.dtype], frees: Mapping[str, bool]
 ) -> dict[str, str]:
     """How a strategy places a layer and computes it."""
     found: dict[str, str] = {}
@@ -245,8 +242,8 @@ class _Flow:
         """The output of a layer that is skipped."""
         self._calls[index] += 1
         given = self._given.get(like)
-        flowing = {id(one) for one in _tensors(self._output)}
-        if given is None or not flowing & {id(one) for one in _tensors((args, kwargs))}:
+        flowing = _tensors(self._output)
+        if given is None or not flowing & _tensors((args, kwargs)):
             raise Unlike(f"layer {index} is not given what the layer in front of it returned")
         if not _alike((args, kwargs), given, flowing):
             raise Unlike(f"layer {index} is called otherwise than layer {like}")
@@ -301,15 +298,9 @@ def _hide(
             part.__dict__[name] = _OwnIndex()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
+def _tensors(value: Any) -> set[int]:
+    """The identities of the tensors in arguments or outputs."""
+    return {id(leaf) for leaf in leaves_of(value) if isinstance(leaf, Tensor)}
 
 
 def _alike(mine: Any, its: Any, flowing: set[int]) -> bool:

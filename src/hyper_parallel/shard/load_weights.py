@@ -142,10 +142,7 @@ def _elsewhere(handle: ShardedModel) -> frozenset[str]:
 
 
 def initial_values(
-    skeleton: nn.Module,
-    seed: int,
-    wanted: Collection[str] | None = None,
-    elsewhere: Collection[str] = (),
+    skeleton: nn.Module, seed: int, wanted: Collection[str] | None = None, elsewhere: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of every parameter and buffer, or of those that are `wanted`, one module's at a time, as the
     model's own code computes them; not of modules whose parameters are all `elsewhere`."""

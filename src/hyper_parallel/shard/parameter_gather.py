@@ -302,10 +302,7 @@ class _Moves:
     """How the stored parameters become whole, and their gradients parts again."""
 
     def __init__(
-        self,
-        moves: Sequence[OverData],
-        any_of: Callable[[list[bool]], list[bool]],
-        over: Callable[[], None],
+        self, moves: Sequence[OverData], any_of: Callable[[list[bool]], list[bool]], over: Callable[[], None]
     ) -> None:
         self.moves, self._any, self._over = moves, any_of, over
 

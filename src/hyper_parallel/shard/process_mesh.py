@@ -245,10 +245,7 @@ class ProcessMesh(Mapping[str, Axis]):
         members = self._members_by_index(axes, joint)
         groups = [self.group(axis) for axis in axes]
         return DeviceMesh.from_group(
-            groups if len(axes) > 1 else groups[0],
-            collectives.device_type(),
-            members,
-            mesh_dim_names=axes,
+            groups if len(axes) > 1 else groups[0], collectives.device_type(), members, mesh_dim_names=axes
         )
 
     def _members_by_index(self, axes: tuple[str, ...], ranks: Sequence[int]) -> torch.Tensor:

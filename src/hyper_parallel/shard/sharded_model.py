@@ -179,10 +179,7 @@ class ShardedModel:
         """
         level = self.strategy.memory.shard
         fsdp.begin_micro_batch(
-            self.model,
-            last=last,
-            keep_parameters=level != "parameters",
-            keep_gradients=level == "optimizer",
+            self.model, last=last, keep_parameters=level != "parameters", keep_gradients=level == "optimizer"
         )
         context = replace(current_step(), gathers=self.gathers)
         if rows is not None:

@@ -238,10 +238,8 @@ class _RingAttention(torch.autograd.Function):
         for distance, block in _blocks_of_keys(ring, kv):
             theirs = dkv if distance == 0 else torch.zeros_like(kv, dtype=total)
             for (q0, q1), (k0, k1), mask, causal in ring.work(distance, q):
-                here, there = (
-                    (slice(None), slice(None), slice(q0, q1)),
-                    (slice(None), slice(None), slice(k0, k1)),
-                )
+                every = slice(None)
+                here, there = (every, every, slice(q0, q1)), (every, every, slice(k0, k1))
                 k, v = _parts(block[there], ring)
                 one, dk, dv = attend_backward(
                     gradient[here],

@@ -69,9 +69,7 @@ def with_context_folds(mesh: Mesh, plan: ContextPlan | None) -> Mesh:
     if plan is None:
         return mesh
     over = ("context",)
-    return mesh.folded(
-        **{RING: Fold(over, plan.ring, plan.ulysses), ULYSSES: Fold(over, plan.ulysses)},
-    )
+    return mesh.folded(**{RING: Fold(over, plan.ring, plan.ulysses), ULYSSES: Fold(over, plan.ulysses)})
 
 
 def plan_context(model: nn.Module, strategy: Strategy) -> ContextPlan | None:

@@ -88,10 +88,7 @@ def _key(digest: str, kind: str, vocabulary: int | None) -> str:
 
 
 def check_rows(
-    model: nn.Module,
-    strategy: Strategy,
-    spread: Spread,
-    together: tuple[int, ...] = (),
+    model: nn.Module, strategy: Strategy, spread: Spread, together: tuple[int, ...] = ()
 ) -> int | None:
     """Refuse data axes for a causal language model whose rows depend on each other. Returns the number of positions
     that rows may have without depending on each other; None for any. A collective.
@@ -180,9 +177,6 @@ def refuse_longer(model: nn.Module, strategy: Strategy, positions: int) -> None:
         return forward(*args, **kwargs)
 
     wrap(without_adapters(model), guard)
-
-
-__all__ = ["check_rows", "check_rows_of_call", "refuse_dependent", "refuse_longer", "remember", "verdicts"]
 
 
 # Whether the rows of a call depend on each other, or on what it writes, in a module called as its user calls it.

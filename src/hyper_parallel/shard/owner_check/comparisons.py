@@ -20,13 +20,7 @@ from hyper_parallel.shard.loss.auxiliary_loss import asks_for_router_logits
 from hyper_parallel.shard.model_structure import configs_of, is_transformers, text_config
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.region_check.check import quiet, vocabulary_of
-from hyper_parallel.shard.region_check.outcome import (
-    FIRST_ID,
-    Outcome,
-    Spread,
-    in_one_line,
-    mismatch,
-)
+from hyper_parallel.shard.region_check.outcome import FIRST_ID, Outcome, Spread, in_one_line, mismatch
 from hyper_parallel.shard.region_check.reduced_model import reduce
 from hyper_parallel.shard.sharded_model import sharded
 from hyper_parallel.strategy import Strategy

@@ -22,11 +22,7 @@ from hyper_parallel.shard.context.gather_positions import plan_gathered
 from hyper_parallel.shard.context.plan import plan_context, with_context_folds
 from hyper_parallel.shard.experts.plan import plan_experts
 from hyper_parallel.shard.hooks import StandIn
-from hyper_parallel.shard.lora_adapters import (
-    adapted_layers,
-    refuse_other_adapters,
-    without_adapters,
-)
+from hyper_parallel.shard.lora_adapters import adapted_layers, refuse_other_adapters, without_adapters
 from hyper_parallel.shard.model_structure import (
     Heads,
     features_of,
