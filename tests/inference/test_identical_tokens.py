@@ -123,6 +123,6 @@ def test_what_attention_gives_is_contiguous() -> None:
     try:
         generator([[1, 2, 3], [4] * 40])
     finally:
-        paged_attention.register()
+        paged_attention.register(paged_attention.NAME, paged_attention.attention, paged_attention.ragged_mask)
     assert seen
     assert all(out.is_contiguous() for out, _ in seen)

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.calibrate.operators import measure_attention, measure_operators, measure_products
-from hyper_parallel.calibrate.timing import Results, Timer, filled, in_turns
-from hyper_parallel.calibrate.workers import Job
+from hyper_parallel.calibrate.timing import Job, Results, Timer, filled, in_turns
 from hyper_parallel.cluster.collective_cost import form
 from hyper_parallel.compat import Backend, collectives
 from hyper_parallel.compat.kernels import adamw_

@@ -15,8 +15,7 @@ from hyper_parallel._version import __version__
 from hyper_parallel.calibrate import workers
 from hyper_parallel.calibrate.device import device_of
 from hyper_parallel.calibrate.measure import fit as fit_collective
-from hyper_parallel.calibrate.timing import Results, averaged, rounded
-from hyper_parallel.calibrate.workers import Job
+from hyper_parallel.calibrate.timing import Job, Results, averaged, rounded
 from hyper_parallel.cluster import MEASURED, Cluster, CollectiveTable, CopyTable, Link, Shared, Tier
 from hyper_parallel.errors import ConfigError
 

@@ -172,3 +172,18 @@ def averaged(results: Sequence[Results]) -> Results:
             spread = sum(each.spreads[key] for each in results) / len(results)
             merged.add(key, seconds, spread)
     return merged
+
+
+@dataclass(frozen=True)
+class Job:
+    """The measurements of one round, the same for every worker."""
+
+    world: int
+    threads: int
+    device: str
+    level: str
+    """Extent: `full`, `quick` or `tiny`."""
+    parts: tuple[str, ...]
+    """The parts to measure, as `measure.measure` names them."""
+    folder: str
+    """The folder in which flash is measured and the workers meet."""

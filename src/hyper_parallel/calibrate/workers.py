@@ -8,30 +8,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from hyper_parallel.calibrate.timing import Results
+from hyper_parallel.calibrate.timing import Job, Results
 from hyper_parallel.errors import LaunchError
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Job:
-    """The measurements of one round, the same for every worker."""
-
-    world: int
-    threads: int
-    device: str
-    level: str
-    """Extent: `full`, `quick` or `tiny`."""
-    parts: tuple[str, ...]
-    """The parts to measure, as `measure.measure` names them."""
-    folder: str
-    """The folder in which flash is measured and the workers meet."""
 
 
 def run(job: Job, progress: Progress, timeout_s: float = 600.0) -> list[Results]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config.data import DataConfig, HubData, as_hub
-from hyper_parallel.data.read_documents import SPLITS, named_split
 from hyper_parallel.errors import DataError
 from hyper_parallel.hub import download
 from hyper_parallel.hub.download import TIMEOUT_S, bars, one_at_a_time
@@ -25,6 +24,14 @@ from hyper_parallel.untrusted import read_json
 
 _FORMAT = 1
 _LARGEST = 16 * 2**20
+SPLITS = {"train": ("train",), "eval": ("validation", "eval", "test")}
+"""Names of the splits that `data.train` and `data.eval` mean, the first that is there."""
+
+
+def named_split(splits: Collection[str], wanted: Sequence[str], *, or_only: bool = True) -> str | None:
+    """The first of the wanted splits that is there; `or_only`: else the only one, whatever its name."""
+    found = next((name for name in wanted if name in splits), None)
+    return next(iter(splits)) if found is None and or_only and len(splits) == 1 else found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyper_parallel.data.document import Document, Text, from_record
+from hyper_parallel.data.hub_data import SPLITS, named_split
 from hyper_parallel.data.sources import Source
 from hyper_parallel.errors import DataError, nearest, one_line
 
@@ -206,16 +207,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
-
-
-SPLITS = {"train": ("train",), "eval": ("validation", "eval", "test")}
-"""Names of the splits that `data.train` and `data.eval` mean, the first that is there."""
-
-
-def named_split(splits: Collection[str], wanted: Sequence[str], *, or_only: bool = True) -> str | None:
-    """The first of the wanted splits that is there; `or_only`: else the only one, whatever its name."""
-    found = next((name for name in wanted if name in splits), None)
-    return next(iter(splits)) if found is None and or_only and len(splits) == 1 else found
 
 
 def _split(loaded: Any, path: Path, key: str) -> Any:

@@ -59,8 +59,8 @@ class Engine:
     ) -> None:
         """`page`: tokens of a page. `layers`: those with a cache. `eos`: tokens that end an answer, which they are no
         part of. `int8`: pages of rounded keys and values."""
-        paged_attention.register()
         self.attention = paged_attention.NAME
+        paged_attention.register(self.attention, paged_attention.attention, paged_attention.ragged_mask)
         """The name of the attention function."""
         self.model: Any = model
         self.page = page

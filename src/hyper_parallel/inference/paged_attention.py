@@ -184,11 +184,7 @@ def checked_mask(module: nn.Module, mask: object, kind: type[M], given: Mapping[
     return mask
 
 
-def register(
-    name: str = NAME,
-    function: Callable[..., Any] = attention,
-    mask: Callable[..., PositionMask] = ragged_mask,
-) -> None:
+def register(name: str, function: Callable[..., Any], mask: Callable[..., PositionMask]) -> None:
     """Make an attention function and its masks known to Transformers. A model that makes a mask of padding is refused
     with UnsupportedModelError."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.program import TaskKind
+from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.schedule import Action, Schedule
 
 

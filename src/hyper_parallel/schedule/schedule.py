@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyper_parallel.program import TaskKind
+from hyper_parallel.program.program import TaskKind
 
 
 @dataclass(frozen=True, slots=True)

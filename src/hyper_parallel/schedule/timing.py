@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
-from hyper_parallel.program import TaskKind
+from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.costs import Costs
 from hyper_parallel.schedule.schedule import Action, Schedule
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from hyper_parallel.program import TaskKind
+from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.one_f_one_b import at_least
 from hyper_parallel.schedule.schedule import Action, Schedule
 
