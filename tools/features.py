@@ -160,12 +160,14 @@ def cell(way: str, file: Settings, name: str, folder: Path, run: Run) -> str:
         code, text = run([command, str(path)], folder)
     print(f"{way}, {name}: {code}", file=sys.stderr, flush=True)
     if bool(code) != feature.fails:
-        lines = [line for line in text.splitlines() if line.strip()]
-        told = [line for line in lines if line.startswith("error: ")]
-        return re.sub(r"^error: (\S+\.yaml: )?", "", (told or lines or ["no message"])[-1])
+        lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
+        told = re.sub(r"^hyper-parallel: error: (\S+\.yaml: )?", "", lines[-1])
+        return re.sub(r"unknown key;.*", "there is no such key", told)
     if not feature.shown(out, text):
-        told = [line for line in text.splitlines() if re.match(r"no \w+:|.*(uncompiled|under eager)", line)]
-        return (told or ["nothing of it is to be seen"])[0]
+        missing = [
+            line for line in text.splitlines() if re.match(r"no \w+:|.*(uncompiled|under eager)", line)
+        ]
+        return (missing or ["nothing of it is to be seen"])[0]
     return ""
 
 
