@@ -58,7 +58,7 @@ def run_joined(config: Launched, target: str, place: WorkerPlace) -> int:
         # Every rank is its own process here: the first to claim the key in the store shows its failure.
         if store is None and not speaks(os.environ):
             # Nothing to agree through yet. Asked to end meanwhile: the machine's first worker had the same to say.
-            let_speak()
+            let_speak(APART_S)
             if stop.stop_requested():
                 return
         if failure.kind == "lost":
@@ -296,6 +296,8 @@ def _host() -> str:
 
 SPEAKING_S = 3.0
 """Seconds that a worker waits for the reporting one."""
+APART_S = 10.0
+"""Seconds by which workers come to the same error apart, at most, where a busy machine imports PyTorch for each."""
 
 _LOCAL_RANK = (
     "LOCAL_RANK",
@@ -313,10 +315,10 @@ def speaks(environ: Mapping[str, str]) -> bool:
     return not stated or stated[0] == "0"
 
 
-def let_speak() -> None:
+def let_speak(seconds: float = SPEAKING_S) -> None:
     """Wait for the reporting worker, or until the launcher ends this one."""
     leave_quietly()
-    time.sleep(SPEAKING_S)
+    time.sleep(seconds)
 
 
 # torchrun's own report of a worker that refused a run: the reason, and no workers that only waited.
