@@ -184,11 +184,20 @@ def uneven_products(*, always: bool = False) -> Iterator[None]:
     if not (always or _missing()):
         yield
         return
-    # On the class: a mode would not be there where a backward pass computes a layer again.
+    # On the class: a mode would not be there where a backward pass computes a layer again. PyTorch turns the functions
+    # of classes off around a backward pass of their tensors.
+    run_backward = torch.autograd._engine_run_backward
+
+    def with_functions(*args: Any, **given: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return run_backward(*args, **given)
+
     setattr(LocalTensor, "__torch_function__", classmethod(_with_uneven_products))  # noqa: B010
+    torch.autograd._engine_run_backward = with_functions
     try:
         yield
     finally:
+        torch.autograd._engine_run_backward = run_backward
         del LocalTensor.__torch_function__
 
 
