@@ -13,10 +13,12 @@ import hashlib
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -63,7 +65,8 @@ def _digest_of_model(model: nn.Module) -> str:
     if known is not None and id(model) in known:
         return known[id(model)]
     core: Any = without_adapters(model)
-    parts = sorted(_code_of(cls.__module__) + cls.__qualname__ for cls in {type(m) for m in model.modules()})
+    parts = sorted({f"{type(part).__module__}.{type(part).__qualname__}" for part in model.modules()})
+    parts += sorted(map(_code_of, _modules_of(model)))
     if is_transformers(model):
         parts += [metadata.version("transformers"), core.config.to_json_string(use_diff=False)]
     text = hashlib.sha256("\0".join([*parts, signature(model)]).encode()).hexdigest()
@@ -112,9 +115,46 @@ def _own_code() -> str:
     return found.hexdigest()
 
 
+def _modules_of(model: nn.Module) -> set[str]:
+    """The modules that have the code of a model: of its classes, their bases and the functions in its attributes, and
+    those of the user's own that these take something from."""
+    left = {base.__module__ for part in model.modules() for base in type(part).__mro__}
+    left |= {
+        one.__module__
+        for part in model.modules()
+        for one in vars(part).values()
+        if isinstance(one, FunctionType)
+    }
+    found: set[str] = set()
+    while left:
+        module = left.pop()
+        found.add(module)
+        if _is_own(module):
+            for value in vars(sys.modules[module]).values():
+                other = value.__name__ if isinstance(value, ModuleType) else None
+                if isinstance(value, type | FunctionType):
+                    other = value.__module__
+                if other is not None and other not in found and _is_own(other):
+                    left.add(other)
+    return found
+
+
+@functools.cache
+def _is_own(module: str) -> bool:
+    """Whether a module is the user's own: of no installed package, nor of Python or this package."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return isinstance(file, str) and not file.startswith(_INSTALLED)
+
+
+_INSTALLED = (
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[2]),
+)
+
+
 @functools.cache
 def _code_of(module: str) -> str:
-    """Digest of the file of a module in which classes are written; of its name where there is none."""
+    """Digest of a module's file; its name where there is none."""
     if module.startswith("torch."):
         return module
     try:
