@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,6 @@ LLAVA = {
 }  # fmt: skip
 
 Settings = dict[str, Any]
-Run = Callable[[list[str], Path], tuple[int, str]]
-"""A command's exit code and output, of its arguments and the folder that it runs in."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Feature:
     fails: bool = False
     """Whether the run has to end with a message, exit code 2 or more."""
     again: bool = False
-    """Whether the run is interrupted after two steps and started once more."""
+    """Whether the run ends after two steps and is started once more."""
 
 
 def _evaluated(out: Path, text: str) -> bool:
@@ -140,14 +137,14 @@ def changed(file: Settings, settings: Mapping[str, Any]) -> Settings:
     return file
 
 
-def cell(way: str, file: Settings, name: str, folder: Path, run: Run) -> str:
+def cell(way: str, file: Settings, name: str, folder: Path) -> str:
     """Empty where the feature works; else the reason."""
     feature = FEATURES[name]
-    command, steps = ("rl", "rl.steps") if way == "RL actor" else ("train", "train.steps")
+    kind, steps = ("rl", "rl.steps") if way == "RL actor" else ("train", "train.steps")
     settings = feature.settings
-    if command == "rl" and name == "eager":
+    if kind == "rl" and name == "eager":
         settings = {}  # an actor runs the model's own code
-    elif command == "rl":
+    elif kind == "rl":
         settings = {RL_KEYS.get(key, key): value for key, value in settings.items()}
         settings = {
             key: {"every": 2, "prompts": 4} if key == "eval" else value for key, value in settings.items()
@@ -155,9 +152,9 @@ def cell(way: str, file: Settings, name: str, folder: Path, run: Run) -> str:
     out = folder / f"{way} {name}".replace(" ", "-")
     path = folder / f"{out.name}.yaml"
     path.write_text(json.dumps({**changed(file, settings), "out": str(out)}))
-    code, text = run([command, str(path), *([f"{steps}=2"] if feature.again else [])], folder)
+    code, text = run([kind, str(path), *([f"{steps}=2"] if feature.again else [])], folder)
     if feature.again and not code:
-        code, text = run([command, str(path)], folder)
+        code, text = run([kind, str(path)], folder)
     print(f"{way}, {name}: {code}", file=sys.stderr, flush=True)
     if bool(code) != feature.fails:
         lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
@@ -171,17 +168,11 @@ def cell(way: str, file: Settings, name: str, folder: Path, run: Run) -> str:
     return ""
 
 
-def table(run: Run, folder: Path, workers: int = 1) -> dict[str, dict[str, str]]:
+def table(folder: Path) -> dict[str, dict[str, str]]:
     """By feature and kind of run: empty where it works, else the reason."""
     run([str(ROOT / "examples" / "draw_images.py"), str(folder / "images")], folder)
     files = ways(folder)
-    with ThreadPoolExecutor(workers) as pool:
-        found = {
-            (name, way): pool.submit(cell, way, file, name, folder, run)
-            for name in FEATURES
-            for way, file in files.items()
-        }
-        return {name: {way: found[name, way].result() for way in files} for name in FEATURES}
+    return {name: {way: cell(way, file, name, folder) for way, file in files.items()} for name in FEATURES}
 
 
 def page(found: Mapping[str, Mapping[str, str]]) -> str:
@@ -206,8 +197,8 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def command(arguments: list[str], folder: Path) -> tuple[int, str]:
-    """Runs `hyper-parallel`, or a Python file."""
+def run(arguments: list[str], folder: Path) -> tuple[int, str]:
+    """The exit code and the output of `hyper-parallel`, or of a Python file."""
     program = [] if arguments[0].endswith(".py") else ["-m", "hyper_parallel"]
     done = subprocess.run(
         [sys.executable, *program, *arguments], cwd=folder, capture_output=True, text=True, check=False
@@ -221,7 +212,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="the file to write; left out, the table is printed")
     write = parser.parse_args().write
     with tempfile.TemporaryDirectory() as folder:
-        text = page(table(command, Path(folder)))
+        text = page(table(Path(folder)))
     if write is None:
         print(text)
     else:
