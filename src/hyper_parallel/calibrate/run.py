@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hyper_parallel import compat
+from hyper_parallel import compat, proc
 from hyper_parallel._version import __version__
 from hyper_parallel.calibrate import workers
 from hyper_parallel.calibrate.device import device_of
@@ -45,7 +45,7 @@ def calibrate(
     if settings.workers < 1:
         raise ConfigError(f"--workers must be at least 1; got {settings.workers}")
     backend = compat.backend(settings.device)
-    cores = _cores()
+    cores = proc.cores()
 
     def round_(world: int, parts: tuple[str, ...], level: str) -> Results:
         threads = max(1, cores // world)
@@ -153,7 +153,3 @@ def _tier(name: str, bytes: float, beside: str, copies: tuple[CopyTable, ...]) -
         rates[table.source, table.target] = rounded(size / seconds)
     read, write = rates.get((name, beside)), rates.get((beside, name))
     return Tier(name, bytes, read, write) if read and write else None
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

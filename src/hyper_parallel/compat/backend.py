@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hyper_parallel import proc
 from hyper_parallel.compat.memory import HostMemory, HostPages, Unpin
 
 
@@ -158,8 +159,7 @@ class Backend(ABC):
 
     def spare_cores(self) -> int:
         """Cores of this machine that are this process's share and compute nothing of a step."""
-        there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return there // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        return proc.cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
     @abstractmethod
     def device_name(self, index: int = 0) -> str:

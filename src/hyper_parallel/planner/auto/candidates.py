@@ -21,7 +21,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.planner import format
-from hyper_parallel.planner.auto.machine import cores, is_measured
+from hyper_parallel.planner.auto.machine import is_measured
 from hyper_parallel.planner.auto.resolved import (
     Overrides,
     overrides_of,
@@ -42,6 +42,7 @@ from hyper_parallel.planner.search import search
 from hyper_parallel.planner.solve import NothingFitsError, nothing_fits
 from hyper_parallel.planner.space import FULL, StrategySpace
 from hyper_parallel.planner.table import SPREAD, Table
+from hyper_parallel.proc import cores
 from hyper_parallel.schedule import check_pipeline
 from hyper_parallel.strategy import AXIS_NAMES
 from hyper_parallel.strategy.strategy import BUDGET

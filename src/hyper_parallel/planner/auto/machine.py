@@ -29,6 +29,7 @@ from hyper_parallel.launch import Worker
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.layer import FUSED
 from hyper_parallel.planner.cost_model.memory import HOST_PART
+from hyper_parallel.proc import cores
 from hyper_parallel.strategy.memory import Memory
 from hyper_parallel.workload.work import Work
 from hyper_parallel.workload.workload import Precision
@@ -104,11 +105,6 @@ def measured(world: int, say: Say, measure: Callable[[Settings, Say], Cluster] =
         kept = f"not kept: {file}: {error.strerror}"
     say(f"measured in {time.monotonic() - begun:.0f} s; {kept}")
     return replace(found.for_workers(world), ranks=world)
-
-
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _file(world: int) -> Path:
