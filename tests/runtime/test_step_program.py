@@ -68,3 +68,5 @@ def test_a_schedule_of_other_stages_is_refused() -> None:
     two = step_schedule([MicroBatchKind.chain(Costs.even(2), (0, 1), 2)], 3).schedule
     with pytest.raises(StrategyError, match="has 2 stages, and the model was cut into 3"):
         step_program(kinds, two, GROUPS)
+    with pytest.raises(StrategyError, match="has 2 stages, and the model was cut into 3"):
+        step_program([replace(kinds[0], placement=two.placement)], two, GROUPS)

@@ -161,6 +161,41 @@ def test_steps_are_those_of_one_device(plain: Steps, axes: dict[str, int], steps
     _judge(plain[:steps], run_ranks(_train, world, axes, range(steps), timeout=240))
 
 
+class _Tempered(nn.Module):
+    """The last norm, whose output is scaled in evaluation alone."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale: Any = self.scale
+        return self.norm(x) if self.training else self.norm(x) * scale
+
+
+def _tempered() -> Any:
+    model = _model()
+    model.model.norm = _Tempered(model.model.norm)
+    return model
+
+
+def _evaluated(rank: int, world: int) -> float:
+    strategy = hp.Strategy(axes={"pipeline": 2}, check=False)
+    pipeline = hp.pipeline(_tempered(), strategy, rows=1, length=16, micro_batches=8)
+    pipeline.forward_backward(*_rows(0), step=0)
+    return float(pipeline.evaluate(*_rows(0)))
+
+
+def test_a_buffer_that_evaluation_alone_uses() -> None:
+    model = _tempered().eval()
+    ids, labels, positions = _rows(0)
+    with torch.no_grad():
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        held = float(cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    assert run_ranks(_evaluated, 2, timeout=240) == pytest.approx([held, held], rel=TOLERANCE)
+
+
 def test_one_stage_takes_the_same_calls(plain: Steps) -> None:
     _judge(plain, [_train(0, 1, {}, range(4))])
 

@@ -117,7 +117,9 @@ class _Assembly:
                 self._write(node, period)
         whole = self._whole
         whole.gradients, whole.sizes, whole.even = self._gradients(), self._sizes(), self._even()
-        return whole.finished(self._step, self._outputs())
+        made = whole.finished(self._step, self._outputs())
+        made.slots = self._step.slots
+        return made
 
     # Runs
 

@@ -57,6 +57,11 @@ def step_program(
 
     Raises as `pipeline_program` does.
     """
+    cut = sum(len(kind.partition.stages) for kind in kinds)
+    if schedule.stages != cut:
+        raise StrategyError(
+            f"schedule {schedule.name} has {schedule.stages} stages, and the model was cut into {cut}"
+        )
     stages: list[Stage] = []
     tasks: list[Task] = []
     ports: list[Port] = []
@@ -70,10 +75,6 @@ def step_program(
             tasks += _tasks(numbered, homes[stage.number].name, micro_batches)
             ports += [_port(one, kind, homes) for one in (*stage.sends, *stage.gradients_out)]
         first += kind.count
-    if schedule.stages != len(stages):
-        raise StrategyError(
-            f"schedule {schedule.name} has {schedule.stages} stages, and the model was cut into {len(stages)}"
-        )
     program = to_program(schedule, groups, tasks, ports)
     verify(program)
     return program, Partition(tuple(stages), {})

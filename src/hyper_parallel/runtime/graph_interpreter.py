@@ -42,8 +42,11 @@ class GraphInterpreter:
         no transfer. `name`: of the step, in errors, which have positions as those of `Interpreter` up to the end of
         the schedule."""
         self._host, self._place, self._next = host, 0, 0
-        with errors_placed(name, self.positions, lambda: self._place):
-            return self._runs.run(tensors, self._answer)
+        try:
+            with errors_placed(name, self.positions, lambda: self._place):
+                return self._runs.run(tensors, self._answer)
+        finally:
+            self._host = None  # it has the step's batch
 
     def node_of(self, error: BaseException) -> fx.Node | None:
         """As of `Executable`."""

@@ -71,11 +71,11 @@ class ProgramRunner:
 
     @cached_property
     def _state(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank's stages."""
+        """Parameters of this rank's stages, and all buffers, which every rank has: an evaluation may use others."""
         return {
             name: given.tensor.detach()
             for name, given in module_state(self._handle.model).items()
-            if self._place.index in self._owners.get(name.partition(".")[2], ())
+            if name.startswith("buffer.") or self._place.index in self._owners.get(name.partition(".")[2], ())
         }
 
     def forget(self, kinds: Sequence[StagePlan]) -> None:
@@ -152,15 +152,14 @@ class ProgramRunner:
     def _begin(self, kinds: Sequence[_Kind]) -> None:
         """Give every stage the weights of this step, and where to add its gradients: each stage that a rank has of a
         kind adds to tensors of its own."""
-        weights = {kind.once: kind.once.weights(self._state) for kind in kinds}
-        sums: dict[OncePerStep, list[dict[str, Tensor]]] = {once: [] for once in weights}
         for kind in self._kinds.values():
-            if kind not in kinds:
-                # Those without a micro-batch in this step let go of what they had.
-                kind.sums = []
-                for runner in kind.runners.values():
-                    runner.begin({})
-                continue
+            # Let go of what the last step had, before this one's weights are gathered.
+            kind.sums = []
+            for runner in kind.runners.values():
+                runner.begin({})
+        weights = {once: once.weights(self._state) for once in dict.fromkeys(kind.once for kind in kinds)}
+        sums: dict[OncePerStep, list[dict[str, Tensor]]] = {once: [] for once in weights}
+        for kind in kinds:
             kind.sums = sums[kind.once]
             for at, runner in enumerate(kind.runners.values()):
                 if at == len(kind.sums):
