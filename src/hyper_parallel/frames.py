@@ -6,6 +6,7 @@ have no address.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import deque
 
@@ -74,12 +75,15 @@ class FrameEnd:
         except BlockingIOError:
             pass
         except OSError:
-            self._out.clear()  # the other end has gone; reading says so
+            # It has gone, or has a part of a message that nothing can follow: reading says so, at both ends.
+            self._out.clear()
+            with contextlib.suppress(OSError):
+                self._end.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[bytearray]:
         """The messages that are complete now; `open` is False once the other end has gone."""
         try:
-            while self.open:
+            while self.open and (self._largest is None or len(self._in) < self._largest + _HEAD):
                 more = self._end.recv(_CHUNK)
                 if not more:
                     self.open = False

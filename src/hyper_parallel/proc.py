@@ -41,8 +41,8 @@ def bytes_in(path: str, key: str) -> int | None:
     return None
 
 
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-"""What flock says on a file system without locks; EBADF on NFS, of a file that is open for reading only."""
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What flock says on a file system without locks."""
 
 
 def try_lock(descriptor: int) -> bool | None:

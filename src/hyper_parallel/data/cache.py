@@ -169,7 +169,10 @@ def _locked(path: Path, timeout: float = _LOCK_SECONDS) -> Iterator[bool]:
         deadline = time.monotonic() + timeout
         alone, wait = False, LockWait(path)
         while not alone:
-            locked = try_lock(file.fileno())
+            try:
+                locked = try_lock(file.fileno())
+            except OSError:
+                locked = None  # work done twice is slower, never wrong
             if locked is None or (locked is False and wait.holder_ended()):
                 break
             if locked:

@@ -160,5 +160,9 @@ def _of_file(path: Path) -> str:
 def _locked(path: Path, wait: LockWait) -> Iterator[bool]:
     """Tries to hold an exclusive lock; yields False when another process holds it that lives."""
     with os.fdopen(open_lock(path), "wb", buffering=0) as file:
-        # On a file system without locks, making a thing twice is slower, never wrong.
-        yield try_lock(file.fileno()) is not False or wait.holder_ended()
+        # Where a file system has no locks or fails, making a thing twice is slower, never wrong.
+        try:
+            free = try_lock(file.fileno()) is not False
+        except OSError:
+            free = True
+        yield free or wait.holder_ended()

@@ -295,9 +295,9 @@ def _host() -> str:
 # The others wait, because launchers end all workers when the first one ends, and could end the reporting one.
 
 SPEAKING_S = 3.0
-"""Seconds that a worker waits for the reporting one."""
+"""Seconds that a worker waits for the reporting one, before PyTorch is imported: the workers start together."""
 APART_S = 10.0
-"""Seconds by which workers come to the same error apart, at most, where a busy machine imports PyTorch for each."""
+"""The same behind the import, which on a busy machine takes some workers seconds longer than others."""
 
 _LOCAL_RANK = (
     "LOCAL_RANK",

@@ -57,7 +57,8 @@ class Failure:
         if status == -signal.SIGKILL:
             how = "was killed by SIGKILL (out of memory, or by hand)"
         elif status < 0:
-            how = f"died of {signal.Signals(-status).name}"
+            known = -status in set(signal.Signals)
+            how = f"died of {signal.Signals(-status).name if known else f'signal {-status}'}"
         else:
             how = f"exited with code {status} without saying why"
         return cls(rank, "died", how, time.monotonic())

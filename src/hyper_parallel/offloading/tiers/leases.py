@@ -42,7 +42,7 @@ def hold(path: Path) -> int:
     """
     descriptor = _opened(path)
     try:
-        if try_lock(descriptor) is False:
+        if _try_lock(descriptor) is False:
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
     except OSError:
         os.close(descriptor)
@@ -59,7 +59,7 @@ def is_held(path: Path) -> bool:
     except OSError:
         return True  # another user's, or nothing of ours
     try:
-        return not try_lock(descriptor)
+        return not _try_lock(descriptor)
     except OSError:
         return True
     finally:
@@ -88,9 +88,19 @@ def alone(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
+def _try_lock(descriptor: int) -> bool | None:
+    """As `try_lock`. NFS has no lock for a folder, which is open for reading only."""
+    try:
+        return try_lock(descriptor)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return None
+
+
 def _wait_for(descriptor: int) -> None:
     deadline, pause = time.monotonic() + PATIENCE_S, 0.0005
-    while try_lock(descriptor) is False:
+    while _try_lock(descriptor) is False:
         if time.monotonic() > deadline:
             raise OSError(errno.ETIMEDOUT, f"another process has kept its lock for {PATIENCE_S:.0f} s")
         time.sleep(pause)
