@@ -61,6 +61,11 @@ def test_a_function_is_told_by_its_code_and_what_it_closes_over() -> None:
     found = [signature(one) for one in (_scaled(2.0), _scaled(2.0), _scaled(3.0), shifted)]
     assert found[0] == found[1]
     assert len(set(found)) == 3
+    takes = [lambda x: x, lambda *x: x, lambda x, y=None: x, lambda x, *, y=None: x]
+    layers = [_Layer(0) for _ in takes]
+    for layer, one in zip(layers, takes, strict=True):
+        layer.between = one  # type: ignore[assignment]
+    assert len({signature(layer) for layer in layers}) == len(takes)
 
 
 def _period(found: list[list[int]]) -> Period | None:

@@ -196,14 +196,16 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 # Layers as modules.
 
 
-def described(module: nn.Module) -> dict[str, str]:
-    """What a module computes, up to its values: classes, attributes, parameters and buffers of all its parts.
+def described(module: nn.Module, modules: set[str] | None = None) -> dict[str, str]:
+    """What a module computes, up to its values: classes, attributes, parameters and buffers of all its parts. To
+    `modules` are added the names of the Python modules that attributes have their code of.
 
     A function that is not found under its name in its module, such as a lambda, is told by its code and what it closes
     over. Another object that is neither plain, nor a container or an object of such, nor found under its name, is told
     by its identity: only what shares it is alike.
     """
     found: dict[str, str] = {}
+    modules = set() if modules is None else modules
     # Of objects that many parts hold, such as a config.
     shared: dict[int, str] = {}
     for path, part in module.named_modules():
@@ -214,10 +216,12 @@ def described(module: nn.Module) -> dict[str, str]:
             if isinstance(value, _PLAIN):
                 found[f"{path}:{key}"] = repr(value)
             elif key.startswith(_HOOKS) and isinstance(value, dict):
-                found[f"{path}:{key}"] = _attribute(list(value.values()), set()) if value else _NO_HOOKS
+                found[f"{path}:{key}"] = (
+                    _attribute(list(value.values()), set(), modules) if value else _NO_HOOKS
+                )
             else:
                 if id(value) not in shared:
-                    shared[id(value)] = _attribute(value, set())
+                    shared[id(value)] = _attribute(value, set(), modules)
                 found[f"{path}:{key}"] = shared[id(value)]
         for own, p in part._parameters.items():
             if p is not None:
@@ -228,23 +232,27 @@ def described(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def _attribute(value: Any, inside: set[int]) -> str:
-    """What an attribute is; `inside`: the objects that it is part of."""
+def _attribute(value: Any, inside: set[int], modules: set[str]) -> str:
+    """What an attribute is; `inside`: the objects that it is part of; `modules`: as of `described`."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if id(value) in inside:
         return "itself"
     inside = inside | {id(value)}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    coded = value if isinstance(value, type | types.FunctionType) else type(value)
+    modules.add(coded.__module__ or "")
     if isinstance(value, Mapping):
-        parts = [(_attribute(key, inside), _attribute(one, inside)) for key, one in value.items()]
+        parts = [
+            (_attribute(key, inside, modules), _attribute(one, inside, modules)) for key, one in value.items()
+        ]
         return f"{kind}{parts}"
     if isinstance(value, tuple | list):
-        return f"{kind}{[_attribute(one, inside) for one in value]}"
+        return f"{kind}{[_attribute(one, inside, modules) for one in value]}"
     if isinstance(value, set | frozenset):
-        return f"{kind}{sorted(_attribute(one, inside) for one in value)}"
+        return f"{kind}{sorted(_attribute(one, inside, modules) for one in value)}"
     if isinstance(value, functools.partial):
-        return f"{kind}{_attribute([value.func, value.args, value.keywords], inside)}"
+        return f"{kind}{_attribute([value.func, value.args, value.keywords], inside, modules)}"
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and _is_found_by_name(value):
         return f"{kind} {value.__module__}.{value.__name__}"
     if isinstance(value, types.FunctionType):
@@ -252,18 +260,21 @@ def _attribute(value: Any, inside: set[int]) -> str:
             value.__defaults__,
             value.__kwdefaults__,
             [_content(cell) for cell in value.__closure__ or ()],
+            vars(value),
         ]
-        return f"{kind} {value.__module__} {_code(value.__code__)} {_attribute(given, inside)}"
+        return f"{kind} {value.__module__} {_code(value.__code__)} {_attribute(given, inside, modules)}"
     own = getattr(value, "__dict__", None)
     if isinstance(value, type | torch.Tensor | nn.Module) or not own:
         return f"{kind} {id(value)}"
-    return f"{kind}{_attribute(own, inside)}"
+    return f"{kind}{_attribute(own, inside, modules)}"
 
 
 def _code(code: types.CodeType) -> str:
     """What code does, wherever it is written."""
     constants = [_constant(one) for one in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {constants}"
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    takes = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {names} {takes} {constants}"
 
 
 def _constant(value: Any) -> str:
@@ -285,9 +296,9 @@ def _is_found_by_name(value: Any) -> bool:
     return module is not None and getattr(module, value.__name__, None) is value
 
 
-def signature(module: nn.Module) -> str:
-    """A digest of what a module computes, up to its values."""
-    return hashlib.sha256(repr(sorted(described(module).items())).encode()).hexdigest()
+def signature(module: nn.Module, modules: set[str] | None = None) -> str:
+    """A digest of what a module computes, up to its values. `modules`: as of `described`."""
+    return hashlib.sha256(repr(sorted(described(module, modules).items())).encode()).hexdigest()
 
 
 def kinds(

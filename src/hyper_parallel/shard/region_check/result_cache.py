@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
@@ -66,10 +66,12 @@ def _digest_of_model(model: nn.Module) -> str:
         return known[id(model)]
     core: Any = without_adapters(model)
     parts = sorted({f"{type(part).__module__}.{type(part).__qualname__}" for part in model.modules()})
-    parts += sorted(map(_code_of, _modules_of(model)))
+    modules = {base.__module__ for part in model.modules() for base in type(part).__mro__}
+    parts.append(signature(model, modules))
+    parts += sorted(map(_code_of, _with_helpers(modules)))
     if is_transformers(model):
         parts += [metadata.version("transformers"), core.config.to_json_string(use_diff=False)]
-    text = hashlib.sha256("\0".join([*parts, signature(model)]).encode()).hexdigest()
+    text = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     if known is not None:
         known[id(model)] = text
     return text
@@ -115,17 +117,9 @@ def _own_code() -> str:
     return found.hexdigest()
 
 
-def _modules_of(model: nn.Module) -> set[str]:
-    """The modules that have the code of a model: of its classes, their bases and the functions in its attributes, and
-    those of the user's own that these take something from."""
-    left = {base.__module__ for part in model.modules() for base in type(part).__mro__}
-    left |= {
-        one.__module__
-        for part in model.modules()
-        for one in vars(part).values()
-        if isinstance(one, FunctionType)
-    }
-    found: set[str] = set()
+def _with_helpers(modules: Iterable[str]) -> set[str]:
+    """Modules, and those of the user's own that they take functions, classes and modules from."""
+    left, found = set(modules), set[str]()
     while left:
         module = left.pop()
         found.add(module)
