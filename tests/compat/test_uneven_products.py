@@ -24,6 +24,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Shape, ...]]] = {
     "inputs": (linear, ((2, 5, UNEVEN), (4, UNEVEN))),
     "matrix": (torch.matmul, ((2, 5, UNEVEN), (UNEVEN, 4))),
     "nothing": (linear, ((2, 5, NONE), (4, NONE))),
+    "vector-linear": (linear, ((UNEVEN,), (4, UNEVEN))),
     "vector": (lambda a, b: a @ b, ((2, 5, UNEVEN), (UNEVEN,))),
     "vector-first": (torch.matmul, ((UNEVEN,), (2, UNEVEN, 4))),
     "heads": (lambda a, b: a.matmul(b), ((2, UNEVEN, 5, 4), (2, UNEVEN, 4, 6))),
@@ -53,7 +54,7 @@ def test_products_of_uneven_sizes(case: str, forced: bool) -> None:
     tensors: list[Tensor] = [
         LocalTensor({rank: _drawn(shape, rank) for rank in range(2)}) for shape in shapes
     ]
-    with LocalTensorMode(2), uneven_products(always=forced):
+    with uneven_products(always=forced), LocalTensorMode(2):
         found = _results(product, tensors)
     assert len(found) == 1 + len(shapes)
     for rank in range(2):

@@ -187,6 +187,7 @@ def uneven_products(*, always: bool = False) -> Iterator[None]:
     # On the class: a mode would not be there where a backward pass computes a layer again. PyTorch turns the functions
     # of classes off around a backward pass of their tensors.
     run_backward = torch.autograd._engine_run_backward
+    before = vars(LocalTensor).get("__torch_function__")
 
     def with_functions(*args: Any, **given: Any) -> Any:
         with torch._C._EnableTorchFunction():
@@ -198,7 +199,10 @@ def uneven_products(*, always: bool = False) -> Iterator[None]:
         yield
     finally:
         torch.autograd._engine_run_backward = run_backward
-        del LocalTensor.__torch_function__
+        if before is None:
+            del LocalTensor.__torch_function__
+        else:
+            setattr(LocalTensor, "__torch_function__", before)  # noqa: B010
 
 
 @functools.cache
@@ -240,6 +244,8 @@ def _uneven(args: Sequence[Any], given: Mapping[str, Any]) -> bool:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[..., I] by [O, I]."""
+    if input.dim() == 1:
+        return _linear(input[None], weight, bias).squeeze(0)
     rows = linear(input.flatten(0, -2), weight, bias)
     return rows.view(*input.shape[:-1], weight.size(0))
 
