@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from harness.closed_forms import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
+from harness.closed_forms import SPAN_BUBBLE, closed_form_bubble, closed_form_peak, longest_span
 from hyper_parallel.estimate.pipeline_timeline import Ends, PipelineStep, pipeline_step
 from hyper_parallel.estimate.stage_price import StagePrice
 from hyper_parallel.estimate.step_figures import Resident
@@ -68,7 +68,7 @@ def test_equal_tasks_have_the_published_bubble(name: ScheduleName, ranks: int, m
     schedule = named_schedule(name, ranks, micro_batches)
     made, timeline = _step(schedule)
     work = 3.0 * micro_batches * schedule.stages / ranks
-    step = made.timing.longest_span if name in SPAN_BUBBLE else timeline.step
+    step = longest_span(made.timing) if name in SPAN_BUBBLE else timeline.step
     bubble = closed_form_bubble(name, ranks, 1.0, 1.0, 1.0)
     if name is ScheduleName.DUAL_PIPE_V:
         # Its pairs run one after the other here.

@@ -16,7 +16,7 @@ or V-shaped schedule has v stages, so that both are v times the papers' figures,
 | v-min | about 4 P F, here (4 P − 5) F, 2 F more where 3 divides P | 2 ⌊(P + 4) / 3⌋ | the same | the same |
 | dualpipev | (P − 1)(F&B + B − 3 W) | 2 P + 1 | 2412.19437, table 2, PP = 2 P | F ≤ I, W ≤ I |
 
-The bubble of zb-h2 and zb-v is that of the longest span of one rank (`Timing.longest_span`): their ranks start and
+The bubble of zb-h2 and zb-v is that of the longest span of one rank (`longest_span`): their ranks start and
 end one after another, and the papers let the next step begin without a barrier. With a barrier after the step, ranks
 wait another (P − 1) F to fill. That of dualpipev is of pairs that run as one overlapped task of F&B seconds; run one
 after the other (F&B = F + B), with the activation sent in between, less remains: (P − 1)(F + I − W) for W ≤ I ≤ F.
@@ -24,7 +24,7 @@ after the other (F&B = F + B), with the activation sent in between, less remains
 
 from __future__ import annotations
 
-from hyper_parallel.schedule import ScheduleName
+from hyper_parallel.schedule import ScheduleName, Timing
 
 SPAN_BUBBLE = frozenset({ScheduleName.ZB_H2, ScheduleName.ZB_V})
 """Schedules whose published bubble is that of a rank's span and not of the makespan."""
@@ -82,3 +82,9 @@ def closed_form_peak(name: ScheduleName, ranks: int, micro_batches: int, stages_
             return 2 * ((ranks + 4) // 3)
         case ScheduleName.DUAL_PIPE_V:
             return 2 * ranks + 1
+
+
+def longest_span(timing: Timing) -> float:
+    """The longest time from a rank's own first start to its last end: a step's time where steps follow one another
+    without a barrier, which is what the zero-bubble papers count."""
+    return max(e[-1] - s[0] for s, e in zip(timing.starts, timing.ends, strict=True) if s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from reference_times import B, F, reference_ends
 
-from harness.closed_forms import SPAN_BUBBLE, closed_form_bubble, closed_form_peak
+from harness.closed_forms import SPAN_BUBBLE, closed_form_bubble, closed_form_peak, longest_span
 from hyper_parallel.schedule import Costs, ScheduleName, named_schedule, time_schedule
 
 ANY = [(1.0, 1.0, 1.0), (2.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 2.0), (3.0, 2.0, 1.0), (1.0, 3.0, 5.0)]
@@ -33,7 +33,7 @@ def test_bubble(name: ScheduleName, ranks: int, micro_batches: int) -> None:
         costs = Costs.even(schedule.stages, forward, input, weight)
         timing = time_schedule(schedule, costs)
         busy = schedule.stages // ranks * micro_batches * (forward + input + weight)
-        whole = timing.longest_span if name in SPAN_BUBBLE else timing.makespan
+        whole = longest_span(timing) if name in SPAN_BUBBLE else timing.makespan
         assert whole - busy == closed_form_bubble(name, ranks, forward, input, weight), (
             forward,
             input,
@@ -89,4 +89,4 @@ def test_dual_pipe_v_one_after_the_other(
 def test_a_barrier_after_the_step_costs_the_fill(name: ScheduleName) -> None:
     schedule = named_schedule(name, 8, 24)
     timing = time_schedule(schedule, Costs.even(schedule.stages))
-    assert timing.makespan - timing.longest_span == 7
+    assert timing.makespan - longest_span(timing) == 7

@@ -61,12 +61,6 @@ class Timing:
     peaks: tuple[float, ...]
     """Most that a rank holds of what its forward passes save, by rank; in the unit of `Costs.saved`."""
 
-    @property
-    def longest_span(self) -> float:
-        """The longest time from a rank's own first start to its last end: a step's time where steps follow one
-        another without a barrier, which is what the zero-bubble papers count."""
-        return max(e[-1] - s[0] for s, e in zip(self.starts, self.ends, strict=True) if s)
-
 
 def time_schedule(schedule: Schedule, costs: Costs, begins: Sequence[float] | None = None) -> Timing:
     """Start and end of each action, bubbles and peaks of a complete schedule.
