@@ -1,8 +1,9 @@
 """Write the page ``docs/equivalence.md``: small models of every family under every strategy of the matrix.
 
-    python tools/equivalence.py [--families llama,gemma3] [--out docs/equivalence.md]
+    python tools/equivalence.py [--families llama,gemma3] [--out FILE]
 
-Cells are printed as they are done, the page at the end. Exits with 1 when a cell is wrong.
+Without --families all of it is written to docs/equivalence.md. Cells are printed as they are done, the page at the end.
+Exits with 1 when a cell is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # the matri
 
 from harness.equivalence import STRATEGIES, Cell, markdown, run_matrix
 from harness.families import FAMILIES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "equivalence.md"
 
 
 def print_cell(cell: Cell) -> None:
@@ -30,14 +33,15 @@ def main() -> int:
     parser.add_argument("--families", help="only these families, separated by commas")
     parser.add_argument("--out", type=Path, help="write the page to this file")
     options = parser.parse_args()
+    out = options.out or (None if options.families else PAGE)
     names = options.families.split(",") if options.families else list(FAMILIES)
     if unknown := [name for name in names if name not in FAMILIES]:
         parser.error(f"--families: there is no {unknown[0]!r}; they are {', '.join(FAMILIES)}")
     cells = run_matrix({name: FAMILIES[name] for name in names}, STRATEGIES, print_cell)
     command = "python tools/equivalence.py" + (f" --families {options.families}" if options.families else "")
     page = markdown(cells, command)
-    if options.out is not None:
-        options.out.write_text(page)
+    if out is not None:
+        out.write_text(page)
     print(page)
     return 1 if any(cell.status == "wrong" for cell in cells) else 0
 

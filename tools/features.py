@@ -56,16 +56,23 @@ def _evaluated(out: Path, text: str) -> bool:
     return any(name.startswith("eval") for line in lines for name in json.loads(line))
 
 
+def _adapted(out: Path, text: str) -> bool:
+    return any("lora_A" in file.read_text() for file in out.rglob("rank-*.json"))
+
+
 FEATURES: dict[str, Feature] = {
     "eager": Feature({"train.engine": "eager"}),
     "captured": Feature({"train.engine": "graph"}, lambda out, text: "under eager" not in text),
     "compiled": Feature({"train.compile": True}, lambda out, text: "uncompiled" not in text),
-    "memory budget": Feature({"strategy.memory": {"device": "64MiB", "host": "64MiB"}}),
+    # Less than any of the steps holds, so that state or activations have to go to the host.
+    "memory budget": Feature(
+        {"strategy.memory": {"device": "400KiB", "host": "64MiB"}}, lambda out, text: "copies, host" in text
+    ),
     "profile": Feature({"train.profile": {"steps": 1}}, lambda out, text: (out / "profile").is_dir()),
     "evaluation": Feature({"train.eval": {"every": 2, "batches": 1}}, _evaluated),
     "sample": Feature({"train.sample": {"tokens": 4}}, lambda out, text: "no sample" not in text),
     "resume": Feature({"checkpoint.every": 2}, lambda out, text: "resum" in text, again=True),
-    "LoRA": Feature({"model.adapter": {"rank": 4}}),
+    "LoRA": Feature({"model.adapter": {"rank": 4}, "checkpoint.every": 2}, _adapted),
     "non-finite check": Feature(
         {"train.optimizer": {"lr": 1e30}}, lambda out, text: "finite" in text or "nan" in text, fails=True
     ),
@@ -159,7 +166,7 @@ def cell(way: str, file: Settings, name: str, folder: Path) -> str:
     if bool(code) != feature.fails:
         lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
         told = re.sub(r"^hyper-parallel: error: (\S+\.yaml: )?", "", lines[-1])
-        return re.sub(r"unknown key;.*", "there is no such key", told)
+        return re.sub(r"unknown key;.*", "there is no such setting", told)
     if not feature.shown(out, text):
         missing = [
             line for line in text.splitlines() if re.match(r"no \w+:|.*(uncompiled|under eager)", line)
@@ -182,8 +189,9 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     lines = [
         "# What works in which run",
         "",
-        "Each cell is a run of a tiny model on two workers, with the feature asked for. A number is that of the reason "
-        "below: what the run says.",
+        "Each cell is a run of a tiny model on two workers, of which an actor has one, with the feature in its file. "
+        "It works where the run ends well and left what the feature is for. An actor always runs the model's own code. "
+        "A number is that of the reason below: the line with which the run ended.",
         "",
         "<!-- written by python tools/features.py --write docs/features.md -->",
         "",

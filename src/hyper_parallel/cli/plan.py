@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hyper_parallel.cli.arguments import as_json
+from hyper_parallel.cli.arguments import as_json, check_folder, progress_lines, write
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -182,12 +180,12 @@ def plan(
 
         shape, section = _model(model)
         options["evaluate"] = evaluate
-        plan = generation_answer(shape, section or model, cluster, overrides, options, _progress())
+        plan = generation_answer(shape, section or model, cluster, overrides, options, progress_lines())
         show(plan, options, as_json)
         return
     from hyper_parallel.cli.plan_training import training_answer
 
-    show(training_answer(partial(_model, model), cluster, options, _progress()), options, as_json)
+    show(training_answer(partial(_model, model), cluster, options, progress_lines()), options, as_json)
 
 
 def show(answer: Answer, options: Mapping[str, Any], as_json: bool) -> None:
@@ -204,12 +202,12 @@ def show(answer: Answer, options: Mapping[str, Any], as_json: bool) -> None:
         click.echo("\n\n".join(texts))
     if options["out"] is not None and answer.file is not None:
         file = answer.file()
-        _write("--out", options["out"], file.text)
+        write("--out", options["out"], file.text)
         for note in file.notes:
             click.echo(f"note: {note}", err=True)
         click.echo(f"next:    hyper-parallel {file.command} {options['out']}{file.options}", err=True)
     if options["html"] is not None and answer.drawn is not None:
-        _write("--html", options["html"], answer.page())
+        write("--html", options["html"], answer.page())
 
 
 def _with_encoders(
@@ -224,20 +222,16 @@ def _with_encoders(
     if overrides and model is not None:
         raise click.UsageError("give a run file or --model, not both; a run file names its model")
     if overrides:
-        return answer_of_run(overrides[0], overrides[1:], cluster, options, _progress())
+        return answer_of_run(overrides[0], overrides[1:], cluster, options, progress_lines())
     if model is None or options["batch"] is None:
         raise click.UsageError("give --model and --batch with --images and --recordings, or a run file alone")
-    return answer_of_stated(model, cluster, options, _progress())
+    return answer_of_stated(model, cluster, options, progress_lines())
 
 
 def _check_folders(options: dict[str, Any]) -> None:
     """Raise ConfigError where a file is to be written into a folder that does not exist."""
     for option in ("out", "html"):
-        path = options[option]
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(
-                f"--{option} {path}: the folder {path.absolute().parent} does not exist; create it first"
-            )
+        check_folder(f"--{option}", options[option])
 
 
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
@@ -296,22 +290,3 @@ def _evaluate(path: Path, as_json: bool) -> None:
 
     rows = evaluate(path, fitted())
     click.echo(json.dumps(rows, indent=1, allow_nan=False) if as_json else text(rows))
-
-
-def _progress() -> Callable[[str], None]:
-    """Shows progress on a terminal."""
-    begun = time.monotonic()
-
-    def say(text: str) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"  {time.monotonic() - begun:5.1f} s  {text}", err=True)
-
-    return say
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
-    click.echo(f"written: {path}", err=True)
