@@ -94,6 +94,18 @@ def test_a_signal_to_any_process_of_a_run_stops_it_as_ctrl_c_does(
     wait_until(lambda: not any(map(running, run.family)), "no process is left")
 
 
+def test_a_command_that_hears_of_the_request_only_as_the_workers_have_ended_says_the_same(
+    start: type[_Run], tmp_path: Path
+) -> None:
+    run = start()
+    os.kill(run.command.process.pid, signal.SIGSTOP)
+    os.kill(run.workers[1], signal.SIGINT)
+    wait_until(lambda: not any(map(running, run.workers)), "the workers have ended")
+    os.kill(run.command.process.pid, signal.SIGCONT)
+    assert run.command.end(timeout=100) == 130
+    assert run.command.errors == STOPPING
+
+
 def test_a_manager_that_repeats_sigterm_does_not_end_a_save(start: type[_Run], tmp_path: Path) -> None:
     run = start()
     for _ in range(3):

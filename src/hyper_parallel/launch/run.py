@@ -207,7 +207,8 @@ class _Watch:
             self._show(began)
             if workers.alive and self.told not in ("end", "kill"):
                 self._order(workers, "end", END_S)
-        elif self.asked is not None and self.told is None and workers.alive:
+        elif self.asked is not None and self.told is None and (workers.alive or not self.left):
+            # Also where a busy machine let this process hear of the request and of the workers' ends at once.
             _say(f"stopping: {self.config.wording.stopping}; once more ends them at once")
             self._order(workers, "stop", self.config.launch.grace)
         elif workers.alive and self.told != "kill" and (self.at_once or now > self.kill_at):
