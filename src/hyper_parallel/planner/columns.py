@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.workload.shape import Latent
+from hyper_parallel.workload.mixers import Latent
 from hyper_parallel.workload.workload import BASE_BYTES, PRECISIONS, Precision, Workload
 
 Array = npt.NDArray[np.float64]

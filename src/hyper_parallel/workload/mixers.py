@@ -159,3 +159,17 @@ class LayerMix:
     """Layers with an MLP or experts."""
     norms: int
     """Norms of the hidden size in all layers."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434, section 2.1); the dims are one head's."""
+
+    query_rank: int
+    """0: queries come straight from the hidden state."""
+    key_rank: int
+    plain: int
+    """Dims of a query or key without position."""
+    rotary: int
+    """Dims of a query or key with position; the heads share the keys' part."""
+    value: int
