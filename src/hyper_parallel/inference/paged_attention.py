@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function
 
 from hyper_parallel.compat.dispatch import unchanged_products
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.kv_cache.paged_cache import Matrices
+from hyper_parallel.inference.kv_cache.paged_cache import Matrices, PagedLayer
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current
 
 # Views of the rows of many requests in one call: PyTorch's split, with the gaps between them as parts of their own.
@@ -211,7 +211,7 @@ def _read(
     ragged = contexts.ragged
     found = ragged.returned.get(key.data_ptr())
     if found is not None and found.same(key, value):
-        layer = found.layer
+        layer: PagedLayer = found.layer
         views = (contexts.on_device.of(x, 2) for x in layer.rows)
         for segment, (first, _), keys, values in zip(ragged.segments, contexts.seen, *views, strict=True):
             if keys is None or values is None:
@@ -219,7 +219,7 @@ def _read(
             else:
                 yield *layer.unpacked(keys, values), None
         return
-    last = ragged.last
+    last: PagedLayer | None = ragged.last
     if last is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends without writing to the cache")
     if not last.expand:

@@ -19,8 +19,7 @@ from hyper_parallel.data.chat import prompt as rendered
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import DataError
 from hyper_parallel.inference.kv_cache.page_pool import PagePool, keys_of, tail_key
-from hyper_parallel.inference.kv_cache.pages import Group
-from hyper_parallel.inference.kv_cache.tiers import Block
+from hyper_parallel.inference.kv_cache.tiers import Block, Group
 from hyper_parallel.inference.runs import Run, runs_of
 
 Finish = Literal["stop", "length"]

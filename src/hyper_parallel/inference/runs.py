@@ -34,6 +34,18 @@ def runs_of(places: Sequence[int]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+def rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[slice]:
+    """The rows of tokens `first` to `end - 1` of a request with these pages, a slice for each run."""
+    found, start = [], 0
+    for run in runs:
+        tokens = run.count * page
+        low, high = max(first - start, 0), min(end - start, tokens)
+        if low < high:
+            found.append(slice(run.first * page + low, run.first * page + high))
+        start += tokens
+    return found
+
+
 class RunAllocator:
     """Which of `size` places are free."""
 

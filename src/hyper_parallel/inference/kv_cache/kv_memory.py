@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
-from hyper_parallel.inference.kv_cache.pages import Group, StreamReader, rows_of
+from hyper_parallel.inference.kv_cache.pages import StreamReader
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape, page_bytes
-from hyper_parallel.inference.kv_cache.tiers import Block, CacheReport, KVTiers, TierReport
+from hyper_parallel.inference.kv_cache.tiers import Block, CacheReport, Group, KVTiers, TierReport
 from hyper_parallel.inference.request import Running, StoredPages
-from hyper_parallel.inference.runs import runs_of
+from hyper_parallel.inference.runs import rows_of, runs_of
 from hyper_parallel.offloading.tiers import Pending, Tier
 
 T = TypeVar("T")

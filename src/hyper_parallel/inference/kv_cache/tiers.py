@@ -38,6 +38,15 @@ class Block:
     """Of the pages in it that prompts to come may find."""
 
 
+@dataclass(eq=False, slots=True)
+class Group:
+    """Tokens `first` to `end - 1` of a request: blocks by layer, for keys (0) and values (1)."""
+
+    first: int
+    end: int
+    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
+
+
 class KVTiers:
     """Slots of all tiers, the fastest first. `slot`: bytes of each."""
 
