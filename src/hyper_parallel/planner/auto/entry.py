@@ -24,13 +24,11 @@ from hyper_parallel.planner.auto.resolved import Overrides, resolved
 from hyper_parallel.planner.solve import TIE
 from hyper_parallel.step.build import transformers_config
 from hyper_parallel.step.multimodal import refuse_media_model
-from hyper_parallel.train.entry import main as train
+from hyper_parallel.train.trainer import main as train
 from hyper_parallel.units import format_duration
 
 log = logging.getLogger(__name__)
 
-TARGET = f"{__name__}:main"
-"""How `launch.run` is told of `main`."""
 TRIES = 6
 """Strategies that are tried where the file does not say how many, on processors: a step is short there, and what was
 tried leaves nothing behind. On accelerators nobody has measured what trials take."""
