@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.config.data import BUILTIN
+from hyper_parallel.config.data import BUILTIN, no_tokenizer
 from hyper_parallel.config.model import read_config
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.data.sources import find
-from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.launch.rendezvous import detect, workers_of
 from hyper_parallel.proc import MEMORY, bytes_in
@@ -103,7 +102,7 @@ def _tokenizer(config: RunConfig) -> None:
     own = config.model.folder if named.path is None and not named.replace else None
     for key, path in (("data.tokenizer.path", named.folder), ("model.path", own)):
         if path is not None and not (Path(path).expanduser() / "tokenizer.json").is_file():
-            raise ConfigError(absent(Path(path).expanduser(), key))
+            raise ConfigError(no_tokenizer(Path(path).expanduser(), key))
     template = named.chat_template
     if template not in (None, BUILTIN) and not Path(str(template)).expanduser().is_file():
         raise ConfigError(

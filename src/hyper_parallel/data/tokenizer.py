@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.config.data import no_tokenizer
 from hyper_parallel.data import long_text
 from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
 from hyper_parallel.data.chat import DEFAULT_TEMPLATE
 from hyper_parallel.data.document import fraction
-from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import DataError, one_line
 from hyper_parallel.untrusted import refuse_irregular_entries
 
@@ -271,7 +271,7 @@ def load(folder: str, key: str = "data.tokenizer.path") -> Tokenizer:
     """
     path = Path(folder).expanduser()
     if not (path / "tokenizer.json").is_file():
-        raise DataError(absent(path, key))
+        raise DataError(no_tokenizer(path, key))
     try:
         refuse_irregular_entries(path)
     except OSError as error:
