@@ -18,9 +18,8 @@ from hyper_parallel.program import (
     Task,
     TaskKind,
     Wait,
-    to_program,
 )
-from hyper_parallel.schedule import Action, Schedule
+from hyper_parallel.schedule import Action, Schedule, to_program
 
 Edges = Mapping[tuple[int, int], int]
 """(stage that gives, later stage that takes) to the number of ports."""

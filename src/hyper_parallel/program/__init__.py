@@ -5,7 +5,6 @@ each class of ranks a list of instructions. Pipelines are Programs of several gr
 """
 
 from hyper_parallel.layout import DeviceGroup
-from hyper_parallel.program.build import to_program
 from hyper_parallel.program.check_progress import Defect, DefectKind
 from hyper_parallel.program.program import (
     Instruction,
@@ -41,6 +40,5 @@ __all__ = [
     "find_defects",
     "plan_reshard",
     "runs_of",
-    "to_program",
     "verify",
 ]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from hyper_parallel.errors import ProgramError
 from hyper_parallel.layout import DeviceGroup
@@ -31,9 +30,7 @@ from hyper_parallel.program.program import (
     Value,
     Wait,
 )
-
-if TYPE_CHECKING:
-    from hyper_parallel.schedule import Action, Schedule
+from hyper_parallel.schedule.schedule import Action, Schedule
 
 _Unit = tuple[tuple[Task, int], ...]
 """Tasks and their micro-batches: one, or a pair that runs as one."""
