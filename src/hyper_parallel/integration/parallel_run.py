@@ -42,7 +42,7 @@ from hyper_parallel.planner.auto.machine import machine_of
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.lora_adapters import adapted_layers, adapters_of, without_adapters
 from hyper_parallel.shard.parallelize import Lowering
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES, ROW_AXES
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.workload.workload import Adapter as PlannedAdapter
 

@@ -27,8 +27,12 @@ from hyper_parallel.layout.mesh import DeviceGroup, Mesh
 from hyper_parallel.shard.mesh_axis import Axis, Levels, Part
 from hyper_parallel.strategy import Strategy
 
-DATA_AXES = "replicate*shard"
-"""The joint along which ranks see different rows."""
+ROW_AXES = ("replicate", "shard")
+"""The axes along which ranks see different rows."""
+DATA_AXES = "*".join(ROW_AXES)
+"""The joint of them."""
+LOSS_AXES = (*ROW_AXES, "context")
+"""The axes over which the ranks' parts of a loss are summed; ranks along the others hold the same part."""
 
 
 class ProcessMesh(Mapping[str, Axis]):

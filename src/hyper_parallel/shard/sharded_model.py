@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_hyper_parallel"
 
-ROW_AXES = ("replicate", "shard")
-"""The axes along which ranks see different rows."""
-LOSS_AXES = (*ROW_AXES, "context")
-"""The axes over which the ranks' parts of a loss are summed; ranks along the others hold the same part."""
-
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
@@ -150,6 +145,13 @@ class ShardedModel:
         and of the groups of a pipeline."""
         first = self.pipeline is None or self.pipeline.index == 0
         return float(first) * self.axes.speaks(axes, self.rank)
+
+    def auxiliary_loss(self) -> torch.Tensor:
+        """This rank's part of the last forward pass's auxiliary loss, as `Balancing.loss`; zero where the model's own
+        loss has no such term."""
+        if self.balancing is None or not self.balancing.logits:
+            return torch.zeros((), device=self.device)
+        return self.balancing.loss(self.axes)
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the whole gradient, the same on every rank; each element is counted once."""

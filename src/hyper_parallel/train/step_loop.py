@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hyper_parallel.errors import NonFiniteError
 from hyper_parallel.launch import stop, stop_requested
 from hyper_parallel.launch.heartbeat import pulse
-from hyper_parallel.shard.experts.routing import by_layer, rank_imbalance
+from hyper_parallel.shard.experts.loads import by_layer, rank_imbalance
 from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.recipe import StepResult

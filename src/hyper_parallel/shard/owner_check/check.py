@@ -29,6 +29,7 @@ from hyper_parallel.shard.owner_check.comparisons import (
     without_dropout,
 )
 from hyper_parallel.shard.plan import make_plan
+from hyper_parallel.shard.process_mesh import ROW_AXES
 from hyper_parallel.shard.region_check import result_cache
 from hyper_parallel.shard.region_check.check import (
     SKIP,
@@ -40,7 +41,6 @@ from hyper_parallel.shard.region_check.check import (
 )
 from hyper_parallel.shard.region_check.outcome import TOLERANCE, Outcome, SeenCall, Spread
 from hyper_parallel.shard.region_check.reduced_model import reduce
-from hyper_parallel.shard.sharded_model import ROW_AXES
 from hyper_parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)

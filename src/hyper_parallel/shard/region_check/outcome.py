@@ -19,7 +19,8 @@ from hyper_parallel.compat import fake_tensors
 from hyper_parallel.compat.dispatch import float64, leaves_of, mapped
 from hyper_parallel.compat.local_tensor import agreed, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ShardedModel, sharded
+from hyper_parallel.shard.process_mesh import LOSS_AXES
+from hyper_parallel.shard.sharded_model import ShardedModel, sharded
 from hyper_parallel.strategy import Strategy
 
 Spread = Callable[[nn.Module, Strategy], nn.Module]
