@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from hyper_parallel import compat
 from hyper_parallel.compat.collectives import device_type
-from hyper_parallel.compat.process_groups import broadcast_text
+from hyper_parallel.compat.process_groups import broadcast_text, gather_objects
 from hyper_parallel.config import RunConfig, from_dict, load, load_strategy
 from hyper_parallel.config.yaml12 import parse
 from hyper_parallel.errors import ConfigError, DataError, HyperParallelError, IntegrationError
@@ -125,8 +125,7 @@ class ParallelRun:
         """What each share of the batch has, in their order."""
         if self.world == 1:
             return [what]
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, what)
+        every = gather_objects(what)
         found: dict[int, T] = {}
         for rank in range(self.world):
             found.setdefault(self.handle.data_index_of(rank), every[rank])
@@ -140,8 +139,7 @@ class ParallelRun:
         if self.world == self.data_ranks:
             return
         mine = [tuple(x.shape) for x in rows], [int(x.long().sum()) for x in rows]
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, mine)
+        every = gather_objects(mine)
         first: dict[int, int] = {}
         for rank, theirs in enumerate(every):
             like = first.setdefault(self.handle.data_index_of(rank), rank)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from hyper_parallel import launch
 from hyper_parallel.compat.dispatch import float64, widen
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
+from hyper_parallel.compat.process_groups import gather_objects
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
@@ -185,9 +185,7 @@ def against_pipeline(
         gradients={name: x for name, x in one.gradients.items() if name in many.values},
         values={name: x for name, x in one.values.items() if name in many.values},
     )
-    reports: list[Report | None] = [None] * config.strategy.axes.world
-    dist.all_gather_object(reports, _compared(config, mine, many, driver))
-    found = joined([report for report in reports if report is not None], one)
+    found = joined(gather_objects(_compared(config, mine, many, driver)), one)
     return found if found.ok else replace(found, undecided="the stages of a pipeline are not run in float64")
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hyper_parallel.compat.process_groups import gather_objects
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.batch_rows import rows_of
 from hyper_parallel.platform import get_platform
@@ -201,8 +202,7 @@ def _call_in_turns(call: Callable[..., Any], handle: ShardedModel, given: dict[s
     axis = handle.axes["context"]
     mine, group = axis.index(handle.rank), _groups(axis.size)[handle.rank // axis.size]
     device = next(x.device for x in given.values() if isinstance(x, Tensor))
-    every: list[Any] = [None] * axis.size
-    dist.all_gather_object(every, _moved(given, torch.device("cpu")), group=group)
+    every = gather_objects(_moved(given, torch.device("cpu")), group)
     kept = None
     for index, theirs in enumerate(every):
         output = _call_with_rows(call, handle, _moved(theirs, device))
