@@ -101,7 +101,7 @@ def calibrate(
 
 
 def _together(world: int, own: bool, cores: int) -> tuple[str, ...]:
-    """The parts that workers measure at once. `own`: each has a device of its own."""
+    """The parts that workers measure at once. `own`: each has its own device."""
     if own:
         return ("collectives",)
     return TOGETHER if world <= cores else TURNS

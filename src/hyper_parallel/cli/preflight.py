@@ -199,7 +199,7 @@ def _workload(config: RunConfig) -> Workload | None:
 
 
 def _accelerated(workers: int) -> bool:
-    """Whether accelerators run so many workers. Needs PyTorch, so it is asked last."""
+    """Whether this machine's accelerators run that many workers. It needs PyTorch, and therefore comes last."""
     from hyper_parallel import compat
 
     return compat.backend("auto", workers=workers).name != "cpu"

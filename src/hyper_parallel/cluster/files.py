@@ -151,7 +151,7 @@ def estimate(value: Any, how: str) -> Fact:
 
 
 MEMORY_CURVE = [{"points": [[1e5, 0.3], [1e6, 0.6], [1e7, 0.75], [1e8, 0.9]]}]
-"""Shares of the bandwidth that operators of so many bytes reach, as Calculon states them for the A100."""
+"""Points (bytes of an operator, share of the bandwidth that it reaches), as Calculon states them for the A100."""
 
 
 def matmul_curve(best: float, half: Sequence[float] = (121.0, 192.0, 144.0)) -> list[dict[str, Any]]:

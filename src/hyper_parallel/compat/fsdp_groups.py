@@ -244,7 +244,7 @@ def after_backward(model: nn.Module, call: Callable[[], None]) -> None:
 
 
 class _Watched(dict[str, Any]):
-    """The parameters of a module, of whose use by name somebody is told."""
+    """The parameters of a module; calls `looked_up` when one is looked up by name."""
 
     looked_up: Callable[[], None]
 

@@ -110,7 +110,7 @@ def fake_mode_with_symbols() -> FakeTensorMode:
 
 
 _FUNCTIONS = {kind.__name__: kind for kind in (sympy.Add, sympy.Mul, sympy.Pow, FloorDiv, CleanDiv, Max, Min)}
-"""The functions of which sizes are made."""
+"""The functions that sizes are made of."""
 
 
 def written(found: Any) -> Any:
@@ -183,7 +183,7 @@ def append_call(graph: fx.Graph, name: str, target: Any, args: Any, kwargs: Any)
 
 
 def append_copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of a node of another graph at this graph's insert point, with its name and a `meta` of its own.
+    """A copy of a node of another graph at this graph's insert point, with its name and its own `meta`.
 
     `copies`: of the nodes that are its arguments.
     """

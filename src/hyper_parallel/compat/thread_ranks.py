@@ -1,6 +1,6 @@
 """All ranks of a run in one process, a thread each, with collectives exchanged in memory.
 
-Each rank is prepared alone (`preparing`), on a fake process group of its own: it makes its process groups, and what the
+Each rank is prepared alone (`preparing`), on its own fake process group: it makes its process groups, and what the
 first rank broadcasts is repeated for the others, which come to the same broadcasts. Then all run at once (`run`): a
 dispatch mode in each thread takes functional collectives out, and three functions of torch.distributed answer for the
 thread's rank. A rank that waits for another one which has failed, or which does not come, ends with an error.

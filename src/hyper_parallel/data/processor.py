@@ -381,7 +381,7 @@ class AlignedText:
         ):
             between, first = text[gap[1] : stop], gap[1]
             whole = text[gap[0] : stop]
-            # Placeholders side by side are told apart by their number alone.
+            # Adjacent placeholders differ by their number alone.
             if written.startswith(whole, at) and (between or not number or written[at:] == whole):
                 between, first, found = whole, gap[0], at  # it was not written out
             elif number == 0:

@@ -2,7 +2,7 @@
 
 Token ids are those of the tokenizer's own call on a whole text, for every kind of tokenizer: a text that is cut before
 it is encoded gets other ids wherever a tokenizer looks at what is before (the space that SentencePiece puts first).
-What bears loss is told in characters, and each token has the range of the characters that it holds.
+Ranges that bear loss are given in characters, and each token has the range of the characters that it holds.
 
 Byte-level BPE (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2): the
 alphabet is the 256 bytes, so that every text has tokens and no token is unknown.
@@ -214,7 +214,7 @@ class Tokenizer:
 
     @cached_property
     def _has_windows(self) -> bool:
-        # A class with a call of its own does more than what tokenizer.json says.
+        # A class with its own call does more than what tokenizer.json says.
         called = type(self.exact)._encode_plus.__module__ == "transformers.tokenization_utils_tokenizers"
         return called and long_text.provable(self.exact.backend_tokenizer)
 

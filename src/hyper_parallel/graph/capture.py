@@ -1,8 +1,8 @@
 """Capture: runs a callable on fake tensors and records every dispatched operator as a graph.
 
 The recorder stands below autograd, where `loss.backward()` is operators like any others, and above the fake tensors,
-which give each result its shape and storage. It needs no values and allocates nothing. It is told the tensors that
-come from outside; one that it meets and was not told of is an error. What `torch.tensor` makes is a constant.
+which give each result its shape and storage. It needs no values and allocates nothing. The caller declares the tensors
+that come from outside; another one that it meets is an error. What `torch.tensor` makes is a constant.
 
 Which module a node belongs to: in the forward pass the innermost module whose forward runs. A node of the backward pass
 runs under an autograd node, which bears the number that its operator of the forward pass had; the recorder knows which
@@ -51,7 +51,7 @@ _QUESTIONS = frozenset(
         torch.ops.aten.is_pinned.default,
     }
 )
-"""What is asked of a fake tensor and computes nothing."""
+"""Calls that read a property of a fake tensor and compute nothing."""
 Outside = Callable[[torch.Tensor], tuple[str, torch.Tensor]]
 """A real tensor that the step read and was not told of, to its name as an input and a fake one in its place."""
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -166,7 +166,7 @@ class _Recorder(TorchDispatchMode):
         self._sequences: list[int] = []
         self._at_sequence: list[str] = []
 
-    # What is told before.
+    # Inputs that the caller declares before.
 
     def give(self, name: str, kind: Kind, tensor: torch.Tensor) -> None:
         """A tensor from outside."""

@@ -32,7 +32,7 @@ __all__ = ["LIMIT_SECONDS", "Compiled", "compiled", "is_compiled"]
 # A subgraph is a run of neighbours in the order of the step, so replacing it by one node moves nothing past anything.
 # It ends
 #
-# - at whatever has an order of its own: a collective, its wait, a host point, an operator that is not PyTorch's;
+# - at whatever has its own order: a collective, its wait, a host point, an operator that is not PyTorch's;
 # - at what a compiler would do differently (random numbers) or cannot know (sizes that depend on the data);
 # - where what runs in each micro-batch meets what runs in one of them (`graph.accumulate`);
 # - where the next layer begins (`graph.step_context`). Layers that are alike give subgraphs that are alike, which are

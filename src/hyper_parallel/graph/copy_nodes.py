@@ -18,7 +18,7 @@ from hyper_parallel.graph.ir import Even, StepGraph, Value, mapped_value, values
 
 
 class NodeCopies:
-    """What the nodes of a graph become in a larger one, of which it is one run."""
+    """The nodes of a graph in a larger graph that contains one run of it."""
 
     def __init__(
         self, whole: GrowingGraph, body: StepGraph, suffix: str, by: int, *, as_is: bool = False

@@ -1,11 +1,11 @@
 """Expansion: a step of several micro-batches as one graph, written out from the loop over them.
 
 Passes that plan over a whole step (budgets, the overlap of two micro-batches, the simulator) and the profiler want each
-micro-batch with values of its own. Nothing is captured again: of the loop's body
+micro-batch with its own values. Nothing is captured again: of the loop's body
 
     nodes that run in each micro-batch     are copied, with storages and data-dependent sizes of their own
     nodes that run in the first or last    are there once, in their micro-batch
-    totals                                 are what the first micro-batch computed, where that is memory of its own,
+    totals                                 are what the first micro-batch computed, where that has its own memory,
                                            else a copy of it; later micro-batches are added in place
 
 in time proportional to nodes · micro-batches. `unrolled` does so with a few micro-batches, and leaves a loop over them,
@@ -44,7 +44,7 @@ def expanded(loops: Sequence[Accumulation], numbered: Numbered) -> StepGraph:
 
 
 def unrolled(loop: Accumulation, width: int, numbered: Numbered) -> Accumulation:
-    """The loop whose body computes so many micro-batches, one after the other."""
+    """The loop whose body computes this number of micro-batches, one after the other."""
     made = _Expansion([loop] * width, numbered, is_loop=True)
     for number in range(width):
         _MicroBatch(made, loop, number).copy_body()

@@ -71,13 +71,13 @@ class GrowingGraph:
         return made
 
     def storage(self, size: Size, device: torch.device, name: str | None = None) -> int:
-        """Memory of so many bytes, by its index."""
+        """Add a storage of this number of bytes; its index."""
         index = len(self.storages)
         self.storages.append(Storage(index, size, device, name))
         return index
 
     def region(self, region: Region, by: int) -> Region:
-        """A region of another micro-batch, later by so many."""
+        """The same region in a later micro-batch."""
         if not by or region.micro_batch is None:
             return region
         known = self._regions.get((region, by))
@@ -96,7 +96,7 @@ class GrowingGraph:
         return made
 
     def own_copy(self, source: fx.Node, value: Value, meta: dict[str, Any]) -> fx.Node:
-        """What a node gives, [as `value`], in memory of its own."""
+        """What a node gives, [as `value`], in its own memory."""
         made = self.empty(value, meta, source.name)
         copy = append_call(self.graph, source.name, _COPY, (made, source), {})
         copy.meta = dict(made.meta)
@@ -110,7 +110,7 @@ class GrowingGraph:
         answer: Value,
         writes: Collection[int] = (),
     ) -> fx.Node:
-        """A host point that is answered with a flat tensor like `answer`, in memory of its own. `writes`: storages that
+        """A host point that is answered with a flat tensor like `answer`, in its own memory. `writes`: storages that
         the host writes to."""
         index = self.storage(answer.bytes, answer.device)
         arguments = (point.value, list(shown), answer.elements)
@@ -206,7 +206,7 @@ class GraphWriter(GrowingGraph):
         return made
 
     def added(self, target: Any, arguments: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """A node that is not in the whole graph, with a result like another node's in memory of its own."""
+        """A node that is not in the whole graph, with a result like another node's in its own memory."""
         made = self.graph.call_function(target, arguments)
         (value,) = values_of(like)
         made.meta.update(like.meta, value=value.in_storage(self._span_of(value)))

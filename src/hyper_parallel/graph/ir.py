@@ -177,7 +177,7 @@ class Even:
     scales: bool
     """More popular experts make it larger in proportion."""
     part: int
-    """The sizes that were told together have the same number."""
+    """The sizes that were declared together have the same number."""
     most: int
     """What all of the part are together at most, whatever the data."""
 

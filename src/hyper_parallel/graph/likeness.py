@@ -348,7 +348,7 @@ def _telling(facts: Iterable[Mapping[str, str]]) -> set[str]:
 
 @dataclass(frozen=True)
 class Period:
-    """Layers of which a period repeats, some in front of it and some behind it, and those that are captured.
+    """Layers with a period that repeats, some in front of it and some behind it, and those that are captured.
 
     Of the periods as many are captured at either end, where a layer may differ in how it hands on what it computed, and
     between them one that stands for all others.

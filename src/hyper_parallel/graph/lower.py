@@ -142,7 +142,7 @@ class _Writer:
         numbers: dict[int, int] = {}
         more = self._slots.first + max(step.slots, default=-1) + 1
         for life in found:
-            # Each further life of a storage has a number of its own.
+            # Each further life of a storage has its own number.
             number = more + len(numbers) if life.storage in numbers else life.storage
             numbers[number] = life.storage
             if life.born >= 0:

@@ -46,7 +46,7 @@ _OF_WEIGHTS = frozenset({"parameter", "buffer", "constant"})
 _ADD = torch.ops.aten.add.Tensor
 
 StageOf = Callable[[str], int | None]
-"""Module name to its stage; None where the module has none of its own."""
+"""Module name to its stage; None where the module has no stage."""
 
 
 @dataclass(frozen=True)

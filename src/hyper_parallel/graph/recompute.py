@@ -290,7 +290,7 @@ class _Repeater:
             self._step.output.prepend(node)
 
     def _repeat_storage(self, storage: int, late: int) -> None:
-        """Insert what makes a storage before the node at `late`, as far as it is not there yet."""
+        """Insert the nodes that make a storage before the node at `late`, except those that are there."""
         needed = [node for node in self.chain(storage) if node not in self._again]
         with self._step.graph.inserting_before(self._nodes[late]):
             for node in needed:

@@ -84,7 +84,7 @@ def _pure(node: fx.Node) -> bool:
 # them and host points stay in their order. So the bits are the same.
 
 FEW = 1 / 64
-"""Of the bytes that are read: results of at most so many are few numbers."""
+"""Share of the bytes that are read up to which a result counts as few numbers."""
 
 
 def sums_at_birth(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> StepGraph:

@@ -183,7 +183,7 @@ def current_commit(asked: HubId, *, data: bool = False, seconds: float = 3.0) ->
         kind = "dataset" if data else "model"
         info = HfApi().repo_info(asked.name, repo_type=kind, revision=asked.revision, timeout=seconds)
         found = info.sha
-    except Exception:  # as above; what is asked for is only said
+    except Exception:  # as above; the answer is only shown
         return None
     return None if found is None else str(found)
 

@@ -74,7 +74,7 @@ class Engine:
         self.around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context for each pass of `run`."""
         self.taken: Callable[[Running, int, float | None], object] = lambda one, token, logprob: None
-        """Is told each token that a request gets, the one that ends it included, with its log-probability."""
+        """Called with each token that a request gets, the one that ends it included, with its log-probability."""
         self.fit: Fit | None = None
         """Chooses `batch` and `pages` of a run, and places weights for it."""
         self.row_length: Callable[[Sequence[Segment]], int] = self._row_length

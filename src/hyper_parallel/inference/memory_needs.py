@@ -46,8 +46,8 @@ class Needs:
         stored: int | None = None,
         pinned: int = 0,
     ) -> None:
-        """`page`: tokens of a page, of which this process stores `stored`, by default all. `pinned`: pages of prompts
-        that stay on the device."""
+        """`page`: tokens of a page; `stored`: those that this process stores, by default all. `pinned`: pages of
+        prompts that stay on the device."""
         self.settings, self.pinned = settings, pinned
         self.extent = Extent.of(requests)
         self._sizes, self._page, self._stored = sizes, page, page if stored is None else stored

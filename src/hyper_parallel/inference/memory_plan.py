@@ -36,7 +36,7 @@ class Module:
     name: str
     bytes: int
     gatherable: bool = False
-    """An embedding of which a pass needs a few rows only; they are gathered where the table lies."""
+    """An embedding: a pass needs a few of its rows, which are gathered where the table lies."""
     chance: float = 1.0
     """That one token needs it: of an expert, K/E."""
 

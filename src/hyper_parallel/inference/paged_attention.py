@@ -4,7 +4,7 @@ What a query sees is the model's own mask function (causal, sliding window, chun
 request: models hand it to their attention's mask function, which here returns it unevaluated (`RaggedMask`). Keys that
 no query of a segment sees, before a sliding window, are not read.
 
-Each segment is a call of its own, whose bits depend on that request alone. What these calls need and layers have in
+Each segment is a separate call, whose bits depend on that request alone. What these calls need and layers have in
 common (masks, where keys lie) is found once a pass (`Contexts`).
 """
 

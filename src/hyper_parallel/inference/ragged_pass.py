@@ -119,7 +119,7 @@ def current() -> RaggedPass:
 
 
 def pass_rows(tokens: int, granule: int) -> int:
-    """Length of the row for so many tokens."""
+    """The length of the row for this number of tokens."""
     return max(BLOCK, round_up(tokens, granule))
 
 

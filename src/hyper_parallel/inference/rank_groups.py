@@ -54,7 +54,7 @@ class Replica:
 
 # Context parallelism of generation: the ranks that share the tokens of a pass and the pages of its requests.
 #
-# The context of a request is cut into groups of c pages, of which rank r of c holds the r-th:
+# The context of a request is cut into groups of c pages; rank r of c holds the r-th:
 #
 #     token t is on rank (t mod c·p) ÷ p, in row (t ÷ c·p) · p + t mod p of the request's pages    (p: tokens of a page)
 #

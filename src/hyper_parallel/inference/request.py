@@ -79,7 +79,7 @@ class StoredPages:
 
 @dataclass(eq=False)
 class Running:
-    """A request under way, prompt first, of which `cached` tokens have keys and values."""
+    """A request under way: its tokens, prompt first; `cached` of them have keys and values."""
 
     number: int
     request: Request
@@ -185,7 +185,7 @@ def before_stop(tokens: list[int], stops: Sequence[str], text_of: TextOf) -> str
         named = text_of(tokens[:count], special=True)
         if len(named) <= end and whole.startswith(named):
             shown = text_of(tokens[:count])
-            # The string begins inside of the next token, of which a special one shows nothing.
+            # The string begins inside of the next token; a special one shows nothing.
             is_special = text_of(tokens[: count + 1]) == shown
             return shown if is_special else shown + whole[len(named) : end]
     return whole[:end]
@@ -235,7 +235,7 @@ def is_text(text: str) -> bool:
 # Each answer writes to that page, so it is copied on write. One request computes it; from its logits the first token of
 # every other answer to the prompt is chosen at once, also of those that wait, since a token is a function of logits,
 # seed, row and answer. Then the page is known by a key, as those that prompts fill are (`page_pool`), and each of the
-# others copies it into a page of its own, or takes it over where nobody uses it any more. Rows behind the prompt's may
+# others copies it into its own page, or takes it over where nobody uses it any more. Rows behind the prompt's may
 # have been written by another answer: they are written again before they are read.
 #
 # A page that is gone, since its memory was needed, is computed again, in the same piece of the prompt and with the same

@@ -157,7 +157,7 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, of which neighbours with equal settings and parameters on different meshes are one: newer releases of
+    """The groups; neighbours with equal settings and parameters on different meshes are one: newer releases of
     Transformers (5.23, not 5.6) cut a group up so.
     """
     found: list[dict[str, Any]] = []

@@ -167,7 +167,7 @@ class ResolvedStrategy:
 def strategy_of(
     given: Given, model: nn.Module, *, world: int, batch: int, length: int, rows: int | None = None
 ) -> ResolvedStrategy:
-    """The strategy that was meant, for so many ranks; a collective where the planner is asked.
+    """The strategy that was meant, for `world` ranks; a collective where the planner chooses it.
 
     None shards everything over all ranks. Only the planner hears of the rest: `batch` rows a step over all ranks,
     `rows` that one rank computes at once (left out: its even share), of `length` positions; 0 where that is not known.

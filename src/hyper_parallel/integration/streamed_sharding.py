@@ -96,7 +96,7 @@ def _buffers_of_rank_0(model: nn.Module) -> None:
 #
 # A model that each process built for itself differs where values are drawn at random: new weights, new adapters. What
 # differs is taken from rank 0, as DistributedDataParallel does; what is the same, which is all of a model that was
-# loaded, does not travel. Whether it is the same is told by a sum over the bits of each tensor.
+# loaded, does not travel. A sum over the bits of each tensor says whether it is the same.
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what a Trainer was told by its environment, or was given beside its arguments. Raises IntegrationError."""
+    """Refuse settings that a Trainer has from its environment, or beside its arguments. Raises IntegrationError."""
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
         if enabled:
             raise IntegrationError(

@@ -70,7 +70,7 @@ class Buckets:
         return _coalesced(made, buckets, order)
 
     def _cut(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-        """Those that may be one call, in buckets of at most so many bytes, two calls at least in each."""
+        """Those that may be one call, in buckets of limited size, two calls at least in each."""
         kinds: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
         for node in nodes:
             if node.target in _COALESCED:

@@ -156,7 +156,7 @@ class _Gathers:
         return (self.begin, *self.products)
 
     def divides(self, count: int) -> bool:
-        """Whether each rank's rows go in so many pieces."""
+        """Whether each rank's rows divide into this number of chunks."""
         return self._rows % count == 0
 
     @property
@@ -228,7 +228,7 @@ class _Sends:
         return (*self.tree, self.begin)
 
     def divides(self, count: int) -> bool:
-        """Whether the columns go in so many pieces."""
+        """Whether the columns divide into this number of chunks."""
         return int(tensor_value(self.begin).shape[-1]) % count == 0
 
     def make(self, editor: StepEditor, count: int) -> None:

@@ -1,7 +1,7 @@
 """Order of collectives: the pass that decides it, and the digest by which all ranks agree on it.
 
 Collectives of different ranks meet in the order in which each rank begins them. The order is a function of the step's
-graph and of the cluster's description, of which every rank has its own; so all compare a digest before the first step.
+graph and of the cluster's description, and every rank has its own; so all compare a digest before the first step.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ Costs = Mapping[str, Work | Collective]
 
 @dataclass(frozen=True)
 class Priced:
-    """A step with what is asked of it again and again."""
+    """A step with the facts about it that are read again and again."""
 
     step: StepGraph
     sizes: Mapping[Any, int]
@@ -177,7 +177,7 @@ def _memory(
 
 
 def excerpt(step: StepGraph, layers: int, phase: Phase) -> StepGraph:
-    """One pass through so many layers of a step; through all where it has no more."""
+    """One pass through this number of layers of a step; through all where it has no more."""
     nodes = list(step.nodes)
     order: dict[str, None] = {}
     for node in nodes:

@@ -69,7 +69,7 @@ class Arranged:
 
     order: tuple[int, ...]
     seconds: float
-    """Foreseen time, with every collective alone on its link."""
+    """Predicted time, with every collective alone on its link."""
     bytes: int
     """Most that is allocated at once, of what jobs make."""
 

@@ -1,6 +1,6 @@
 """Merges two tasks of pipeline stages by list scheduling, so that one computes while the other communicates.
 
-Each task keeps the order of its own nodes, so that it computes the same bits, and stops before each wait for a
+Each task keeps the order of its nodes, so that it computes the same bits, and stops before each wait for a
 collective. What lies between two stops is a turn:
 
     turn = [wait], kernels, and collectives that it begins

@@ -40,7 +40,7 @@ _SIMULATED = 3
 Sizes = Mapping[Any, int]
 """Values of sizes that the data decide."""
 Room = Callable[[int], float]
-"""Bytes that a device may hold at once, in all, with so many micro-batches side by side."""
+"""Bytes that a device may hold at once, in all, with these micro-batches side by side."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Tried:
     window: float
     """Seconds to run ahead at most."""
     seconds: float
-    """Foreseen time of the step, every collective alone on its link."""
+    """Predicted time of the step, every collective alone on its link."""
     bytes: int
-    """Foreseen peak, with what is there from the start."""
+    """Predicted peak, with what is there from the start."""
     usual: bool = False
     """The usual schedule (`FsdpBaseline`)."""
     chunks: Chunks = NO_CHUNKS

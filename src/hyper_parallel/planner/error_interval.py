@@ -71,7 +71,7 @@ def between(t: Table, told: Estimate) -> tuple[Array, Array]:
 # left out (`fit_constants.fit`), so that nine of ten rows stay within intervals that are made of them.
 
 NEAR = 4.0
-"""A run of up to so many times fewer devices, or tokens of a sequence, tells of a question."""
+"""Factor up to which a run on fewer devices, or with shorter sequences, is evidence for a question."""
 WIDER = (2.0, math.sqrt(2), math.sqrt(1.5), 1.0)
 """How much wider an interval is for none, one, two and more sources."""
 

@@ -273,7 +273,7 @@ def by_cost(table: Table) -> npt.NDArray[np.bool_]:
 #     host     s O + p P + a (A - w E) ≤ host                        (`cost_model.memory`, which is linear in each
 # share)
 #
-# P are parameters and gradients, of which the share p lies on the host.
+# P are parameters and gradients; their share p lies on the host.
 #
 # Solved for w, these give the least w of each rank; the group needs the largest of them (`Room.least`).
 

@@ -131,7 +131,7 @@ def _adapter(adapter: Adapter, notes: list[str]) -> dict[str, Any]:
 
 
 def strategy_of(found: Figures, cluster: Cluster, layers: int, notes: list[str]) -> dict[str, Any]:
-    """The section `strategy` of a run file, for a model of so many layers; what it cannot say is added to `notes`."""
+    """The section `strategy` of a run file, for a model of `layers` layers; what it cannot say is added to `notes`."""
     given = found.strategy
     axes = _axes(given)
     made: dict[str, Any] = {"axes": axes}
@@ -297,7 +297,7 @@ def _of_strategy(strategy: Strategy, question: Question) -> dict[str, float]:
 
 
 def recompute_columns(strategy: Strategy, layers: int) -> dict[str, float]:
-    """The columns of what a strategy recomputes in a model of so many layers; a list of stages by its mean."""
+    """The columns of what a strategy recomputes in a model of `layers` layers; a list of stages by its mean."""
     memory, ranks = strategy.memory, strategy.axes.pipeline
     kinds = {name: kind for kind, name in RECOMPUTES.items()}
     found = {"recompute": float(code("recompute", kinds.get(memory.recompute, "none")))}

@@ -123,7 +123,7 @@ def search(question: Question, constants: Constants, tie: float = 0.0) -> Found:
 
 
 def within(question: Question, constants: Constants, seconds: float) -> Figures | None:
-    """The quickest strategy of a question whose step takes at most so many seconds; None where there is none."""
+    """The quickest strategy of a question whose step takes at most `seconds`; None where there is none."""
     branches = _Search(replace(question, top=1), constants, most=seconds)
     return next(iter(branches.run()), None)
 

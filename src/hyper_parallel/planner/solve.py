@@ -127,7 +127,7 @@ def _with_fewer_axes(choice: Figures, question: Question, constants: Constants) 
 
 
 def _plain(choice: Figures, question: Question, constants: Constants, most: float) -> Figures:
-    """The plainest settings with a strategy's degrees and a step of at most so many seconds."""
+    """The plainest settings with a strategy's degrees and a step of limited length."""
     fixed: dict[str, Any] = {**question.fix, **_degrees(choice)}
     for options in _settings(question):
         for option in options:

@@ -28,8 +28,8 @@ DIFFER = 0.05
 def answer_of(
     solved: Solved, asked: Question | None = None, say: Callable[[str], None] = lambda _: None
 ) -> Answer:
-    """The answer to a question that was solved. `asked`: the question before it was narrowed (`refine`), of which the
-    page draws what memory costs. `say` is told what the page takes time for.
+    """The answer to a question that was solved. `asked`: the question before it was narrowed (`refine`); the
+    page draws its cost of memory. `say` is called with what the page takes time for.
     """
     best, question = solved.best[0], solved.question
     shape = question.workload.shape

@@ -182,7 +182,7 @@ def _task(span: Span, found: re.Match[str], top: int, scale: float, place: int, 
 def rect(
     kind: str, start: float, end: float, top: int, scale: float, told: str, place: int = 0, count: int = 1
 ) -> str:
-    """A stretch of a row, from `start` to `end` seconds, with what is told when it is pointed at; one of `count` above
+    """A stretch of a row, from `start` to `end` seconds, with its tooltip; one of `count` above
     each other."""
     height = (ROW - 6) // count
     return (

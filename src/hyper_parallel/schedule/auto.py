@@ -1,6 +1,6 @@
 """A schedule for given, unequal costs and memory: list scheduling with several priority rules and placements.
 
-Candidates, of which the shortest wins:
+Candidates; the shortest wins:
 
 - **list schedules** (`list_scheduling`) of each placement that the stages allow (neighbouring stages on one rank,
   interleaved, and the V), built from both ends with the rules of `variants.RULES`, then rebuilt from the other end
@@ -70,7 +70,7 @@ def auto_schedule(
 
     `caps`: most that each rank may hold of what forward passes save, in the unit of `Costs.saved` (micro-batches of a
     stage where that was left out); no limit when left out. Raises StrategyError for sizes that do not fit, and where a
-    rank's cap is below one micro-batch of its own stages.
+    rank's cap is below one micro-batch of its stages.
     """
     if ranks < 1 or micro_batches < 1 or costs.stages % ranks:
         raise StrategyError(

@@ -22,13 +22,13 @@ from hyper_parallel.strategy.pipeline import Pipeline, ScheduleName
 
 
 def stages_of(pipeline: Pipeline, ranks: int) -> int:
-    """The number of stages of a pipeline over so many ranks."""
+    """The number of stages of a pipeline over `ranks` ranks."""
     known = 1 if pipeline.schedule == AUTO else stages_per_rank(pipeline.schedule)
     return ranks * (pipeline.virtual or known)
 
 
 def check_pipeline(strategy: Strategy, micro_batches: int, layers: int | None = None) -> None:
-    """Raise StrategyError for a pipeline that no model could have, or none of so many layers.
+    """Raise StrategyError for a pipeline that no model could have, or none of this number of layers.
 
     `micro_batches`: of a step, on each rank; `layers`: of the model, where they are known.
     """

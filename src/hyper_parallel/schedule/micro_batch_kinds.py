@@ -53,7 +53,7 @@ class MicroBatchKind:
 
     @classmethod
     def chain(cls, costs: Costs, placement: Sequence[int], count: int = 1) -> MicroBatchKind:
-        """Stages of a pipeline, each of which feeds the next one."""
+        """Stages of a pipeline: each feeds the next one."""
         borders = list(enumerate(costs.transfers))
         return cls(
             costs,
@@ -154,7 +154,7 @@ def way_in(kind: MicroBatchKind) -> list[float]:
 
 
 def _way_out(kind: MicroBatchKind) -> list[float]:
-    """By stage: seconds from the end of its input gradients until the gradients of its own weights, and all of earlier
+    """By stage: seconds from the end of its input gradients until the gradients of its weights, and all of earlier
     stages, have been computed."""
     out = list(kind.costs.weight)
     for (source, target), seconds in sorted(kind.backward.items(), key=lambda one: one[0][0]):

@@ -4,7 +4,7 @@ List scheduling (as in `list_scheduling`) of one sequence of micro-batches on al
 passes in the order of the sequence, so that the oldest micro-batch that has not ended always has its memory, and no cap
 can lock the ranks. Backward passes run as their gradients arrive; gradients of weights where nothing else can run.
 
-Candidates, of which the shortest wins: sequences times rules. Sequences: kinds mixed evenly, by Johnson's rule
+Candidates; the shortest wins: sequences times rules. Sequences: kinds mixed evenly, by Johnson's rule
 (*Optimal two- and three-stage production schedules*, Naval Research Logistics Quarterly 1(1), 1954) with the last stage
 as the second machine, kind by kind, and Johnson's from the end. Rules: backward passes first, or forward passes first
 where memory has room. The search counts actions, not seconds, and depends on its arguments alone, so that ranks with

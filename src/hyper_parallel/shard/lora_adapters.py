@@ -129,7 +129,7 @@ def _is_of_peft(module: nn.Module, name: str) -> bool:
 #
 #     W' = m · (W + s B A) / ‖W + s B A‖          m: [out], the norm over each row
 #
-# A magnitude begins as ‖W + s B A‖. Each rank computes those of its own rows from slices of W, so that nothing is
+# A magnitude begins as ‖W + s B A‖. Each rank computes those of its rows from slices of W, so that nothing is
 # communicated and no rank needs the whole of W; values are the same under any strategy.
 
 _MODULES = "lora_magnitude_vector"

@@ -1,7 +1,7 @@
 """Hooks and attributes of parameters, carried over to the parameters that take their place.
 
 A hook means the gradient of the whole parameter, over all rows: a mask, a clip, an update in the backward pass. A rank
-has a part of it, and of its own rows only. So hooks are called at the end of a backward pass with the gradient that was
+has a part of it, and of its rows only. So hooks are called at the end of a backward pass with the gradient that was
 reduced and gathered, on every rank alike, and each keeps its part of the result.
 """
 

@@ -27,7 +27,7 @@ from typing import Literal
 MixerKind = Literal["mamba2", "linear", "gated_delta", "kimi_delta", "mamba", "recurrent_unit", "convolution"]
 
 CHUNKED: tuple[MixerKind, ...] = ("mamba2", "linear", "gated_delta", "kimi_delta")
-"""Recurrences that chunks turn into matrix products; each of their heads has a state of its own."""
+"""Recurrences that chunks turn into matrix products; each of their heads has its own state."""
 DELTA: tuple[MixerKind, ...] = ("gated_delta", "kimi_delta")
 
 

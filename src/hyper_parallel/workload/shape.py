@@ -86,7 +86,7 @@ class Shape:
     positions: int = 0
     """The model's maximum sequence length in tokens; 0: unknown."""
     expert_groups: int = 0
-    """Equal groups of experts of which a token chooses `chosen_groups` first (DeepSeek-V2, arXiv 2405.04434, section
+    """Equal groups of experts; a token chooses `chosen_groups` of them first (DeepSeek-V2, arXiv 2405.04434, section
     2.2.2); 0: a token may go to any experts."""
     chosen_groups: int = 0
     source: str = ""

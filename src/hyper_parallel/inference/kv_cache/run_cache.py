@@ -44,8 +44,8 @@ class RunCache:
     def __init__(
         self, model: Any, layers: int, page: int, stored: int | None = None, *, int8: bool = False
     ) -> None:
-        """`page`: tokens of a page, of which this process stores `stored`, by default all. `int8`: as `PagedCache` has
-        it."""
+        """`page`: tokens of a page; `stored`: those that this process stores, by default all. `int8`: as
+        `PagedCache` has it."""
         self._int8 = int8
         self._model, self._layers, self._page = model, layers, page
         self.stored = page if stored is None else stored
@@ -145,7 +145,7 @@ class RunCache:
         self._budget, self._for_pins = _Budget(sizes, tiers), False
 
     def separate(self) -> None:
-        """From now on, each run has a cache of its own, without tiers."""
+        """From now on, each run has its own cache, without tiers."""
         self.close()
         self._budget, self._for_pins = None, False
 

@@ -70,7 +70,7 @@ class KVCacheSizes:
 
 
 def page_bytes(layers: Sequence[LayerShape], page: int) -> int:
-    """Bytes of one page of `page` tokens in all layers. A layer that caches nothing of its own is left out."""
+    """Bytes of one page of `page` tokens in all layers. A layer that caches nothing itself is left out."""
     return page * sum(sum(one.planes) for one in layers)
 
 
@@ -95,7 +95,7 @@ def block_pages(page_bytes: int) -> int:
 # (`budget.needs`).
 
 ALIGN = 4096
-"""Bytes at a multiple of which a slot of any tier begins."""
+"""Alignment of the slots of all tiers, in bytes."""
 _KEPT = 64 << 20
 """Bytes of tiers that are taken at least where there is room, for prefixes of runs to come."""
 

@@ -60,7 +60,7 @@ class TierSlots:
         return bool(self.free[size]) or self._grow(size) or self._repack(size)
 
     def take(self, size: int) -> int:
-        """A free slot of `size` bytes, of which there is one."""
+        """Take a free slot of `size` bytes; there must be one."""
         self.moved.held += size
         return self.free[size].pop()
 

@@ -289,7 +289,7 @@ def _width(age: int) -> float:
 
 
 def _indexes(uses: Sequence[float], waiting: Sequence[int]) -> list[float]:
-    """Index of each age, of a class with so many uses at each age and members that still wait."""
+    """Index of each age, of a class with these uses at each age and members that still wait."""
     reached, hazards = 0.0, [0.0] * _AGES
     for age in reversed(range(_AGES)):
         reached += uses[age] + waiting[age]

@@ -176,7 +176,7 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
         self._change_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch becomes so many."""
+        """Repeat each row of the batch."""
         rows = max((one.rows for one in self._own()), default=0)
         self._change_rows(torch.arange(rows).repeat_interleave(repeats))
 
@@ -256,7 +256,7 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
         return [one.size(most if count is None else count) for one, count in zip(own, known, strict=True)]
 
     def _fit(self, tokens: int, new: int, rows: int) -> None:
-        """Plan for so many tokens and rows, and move what does not fit any more."""
+        """Plan for `tokens` and `rows`, and move what no longer fits."""
         assert self.budget is not None
         own = self._own()
         sizes = self._sizes(rows)

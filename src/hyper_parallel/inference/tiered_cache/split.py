@@ -133,7 +133,7 @@ def _all_streamed(
 
 
 def _chosen_from(sizes: Sequence[LayerSize], block: int) -> int:
-    """The budget from which on blocks have so many tokens."""
+    """The least budget for blocks of this number of tokens."""
     return block * max(one.token for one in sizes) * (len(sizes) + 1) * _TAILS
 
 

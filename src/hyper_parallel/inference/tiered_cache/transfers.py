@@ -135,7 +135,7 @@ class Transfers:
     # Accounts.
 
     def hold(self, count: int) -> None:
-        """So many bytes more, or fewer, are held."""
+        """Count bytes that are held from now on, or given back."""
         self.held += count
 
     def give(self, tensors: Sequence[Tensor]) -> None:
@@ -157,7 +157,7 @@ class Transfers:
             )
 
     def peaked(self, more: int) -> None:
-        """So many bytes are held for a moment."""
+        """Count bytes that are held for a moment."""
         self.peak = max(self.peak, self.held + more)
 
     # Writing.

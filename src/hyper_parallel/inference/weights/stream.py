@@ -2,7 +2,7 @@
 
 Modules that are not resident have a hook before and a hook behind their forward pass. Between the two their weights are
 views of the buffer of `read_ahead`; else they are `AwayWeight`s. Experts are taken one by one, as their module's code
-takes them (`streamed_experts`). A table of which rows are looked up is never read whole for that.
+takes them (`streamed_experts`). A table whose rows are looked up is never read whole for that.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class WeightStream:
             self._set_away(unit, also_tables=False)
 
     def _give_back(self, units: Sequence[Unit]) -> None:
-        """Give the model's own parameters of a module their values again, each in memory of its own."""
+        """Give the model's own parameters of a module their values again, each in its own memory."""
         values: dict[int, Tensor] = {}
         for unit in units:
             self._resident.pop(unit, None)

@@ -1,7 +1,7 @@
 """Weights in tiers: written once, from a model in memory or a folder, and read in every pass.
 
 Modules are spread over the tiers in proportion to what each holds, so that all links are busy at once. A table is cut
-into slots of whole rows, of which single ones are read.
+into slots of whole rows, which are read one by one.
 """
 
 from __future__ import annotations

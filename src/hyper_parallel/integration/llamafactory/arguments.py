@@ -29,7 +29,7 @@ _SAID_BY_A_FILE = (
     "reshard_after_forward",
     "memory",
 )
-"""What a strategy of its own says, so that it cannot stand beside one."""
+"""Fields that a separate strategy says, so that they cannot stand beside one."""
 _MEMORY = ("device", "host", "pool", "flash")
 
 

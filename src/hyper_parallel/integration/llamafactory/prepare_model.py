@@ -265,7 +265,7 @@ class _Averaged(torch.autograd.Function):
 
 
 def _draw(model: nn.Module, handle: ShardedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
-    """Random numbers of this call: its number, and rows by which those of other data ranks are told apart."""
+    """Random numbers of this call: its number, and rows that distinguish it from those of other data ranks."""
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()), None)
     rows = first.size(0) if first is not None else 1
     calls = model.__dict__.setdefault("_hyper_parallel_calls", 0)

@@ -49,7 +49,7 @@ class HyperParallelSFTTrainer(SpreadTrainer, _PlainLoss):
                 "activation_offloading is not taken over; leave it out, and give the strategy a budget: "
                 "memory: {device: …, host: …}"
             )
-        # TRL 1.x puts a head of its own around the model's forward, which would hide what spreads it.
+        # TRL 1.x puts its own head around the model's forward, which would hide what spreads it.
         without_adapters(model).__dict__.pop("forward", None)
         if getattr(self.args, "loss_type", "nll") == "dft" and self.compute_loss_func is None:
             self.compute_loss_func = dft_loss

@@ -77,7 +77,7 @@ class RayGroup(Group):
         return self.ready
 
     def _assemble(self, made: _Actors, timeout_s: float) -> None:
-        """The workers meet. On a thread of its own, since it waits for Ray."""
+        """Wait until the workers have met. On a separate thread, since it waits for Ray."""
         engine = self._engine
         try:
             processes = engine.ray.get([one.process.remote() for one in made.actors], timeout=timeout_s)

@@ -459,7 +459,7 @@ def late(step: StepGraph) -> frozenset[str]:
 
 
 def exact(step: StepGraph) -> frozenset[str]:
-    """Inputs of which the backward pass uses earlier contents: a copy that was made in the forward pass comes back, or
+    """Inputs whose earlier contents the backward pass uses: a copy that was made in the forward pass comes back, or
     what was computed from them is computed again."""
     found: set[int] = set()
     behind = False

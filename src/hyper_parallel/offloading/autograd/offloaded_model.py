@@ -174,7 +174,7 @@ _WRAPPERS: dict[type[nn.Module], str] = {
 log = logging.getLogger(__name__)
 
 _planning: contextvars.ContextVar[bool] = contextvars.ContextVar("planning", default=False)
-"""Whether a model is being captured or checked: a model inside it has no plan of its own then."""
+"""Whether a model is being captured or checked: a model inside it has no plan then."""
 
 
 class Offloaded:

@@ -200,7 +200,7 @@ class _Walk:
             self._class(value)
         elif isinstance(value, enum.Enum):
             entries[path] = Identity(value)
-        elif isinstance(value, int | float | complex | str | bytes):  # of a class of its own
+        elif isinstance(value, int | float | complex | str | bytes):  # of a subclass
             entries[path] = (Identity(type(value)), repr(value))
         elif isinstance(value, types.ModuleType):
             entries[path] = Identity(value)

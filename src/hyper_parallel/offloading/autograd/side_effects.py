@@ -63,7 +63,7 @@ class Change:
 
 
 class Transaction:
-    """Python state as it was, of which changes are found and undone."""
+    """Python state as it was, to find changes and undo them."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot

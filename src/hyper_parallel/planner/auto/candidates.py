@@ -49,18 +49,18 @@ from hyper_parallel.strategy.strategy import BUDGET
 from hyper_parallel.units import format_bytes, format_duration
 
 ALIKE = 3
-"""At most so many of them with the same degrees."""
+"""Candidates with the same degrees, at most."""
 MOVED = 9
 """Strategies among which the best with something on the host are looked for."""
 MOVED_KINDS = 3
-"""Sets of degrees of which the best with something on the host is simulated: a plan of what moves takes longer than all
-else, and estimates with transfers are off by more."""
+"""Sets of degrees whose best strategy with something on the host is simulated: a plan of what moves takes longer than
+all else, and estimates with transfers are off by more."""
 FASTER = 1.1
 """Where something fits without a budget, one has to be this many times as fast by its estimate to be looked at."""
 PIPED = 4
 """Strategies with a pipeline that are simulated besides."""
 CLOSE = 1.5
-"""Steps that are predicted to take at most so many times the least may be as quick."""
+"""Ratio to the least predicted step up to which another one may be as quick."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Choice:
     """The strategy of a run."""
 
     laid: Overrides
-    """What is laid on the run file."""
+    """Overrides of the run file."""
     name: str
     """In a few words."""
     lines: tuple[str, ...]

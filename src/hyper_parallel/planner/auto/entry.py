@@ -35,7 +35,7 @@ tried leaves nothing behind. On accelerators nobody has measured what trials tak
 TRIES_SECONDS = 120.0
 """That all trials take at most, where the file does not say."""
 SHARE = 0.5
-"""Of the memory that those that are tried may take together, to be stepped in turns; else one is built at a time."""
+"""Share of the memory up to which candidates are built together and stepped alternately; else one at a time."""
 PROCESS = 320 * 2**20
 """Bytes that the process of a trial takes on the host beside the step's own."""
 _KEY = "hyper_parallel/strategy"
@@ -78,7 +78,7 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
 
 
 def _choices(config: RunConfig, worker: Worker) -> list[Choice]:
-    """What rank 0 finds: the run's strategy, or some of which a trial tells the quickest. One that was kept has no
+    """What rank 0 finds: the run's strategy, or some among which a trial finds the quickest. One that was kept has no
     lines."""
     # Before the machine is measured.
     refuse_media_model(transformers_config(config.model), "the planner")

@@ -103,7 +103,7 @@ class Trial:
             self._here.send(True)
 
     def answer(self, patience: float) -> Answer | None:
-        """What it says, if it does within so many seconds."""
+        """Its message, if one comes within `patience` seconds."""
         if not self._here.poll(patience):
             return None
         try:

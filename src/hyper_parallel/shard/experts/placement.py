@@ -152,7 +152,7 @@ class Places(NamedTuple):
 
     @classmethod
     def fixed(cls, experts: int, replicas: tuple[int, ...], device: torch.device) -> Places | None:
-        """Experts in the model's order, of which these have replicas; None where none has, and no table is needed."""
+        """Experts in the model's order; these have replicas. None where none has, and no table is needed."""
         if not replicas:
             return None
         keys = torch.arange(experts, device=device)

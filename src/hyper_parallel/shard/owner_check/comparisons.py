@@ -226,7 +226,7 @@ def _losses(
 
 
 class _NoOwner(Exception):
-    """The model has no loss of its own to compare with."""
+    """The model has no loss to compare with."""
 
 
 def _outcome(model: nn.Module, loss: Tensor) -> Outcome:

@@ -210,7 +210,7 @@ class PassPricer:
         )
 
     def host_seconds(self, size: float) -> float:
-        """Seconds in which the host reads so many bytes of experts to compute with them."""
+        """Seconds in which the host reads these bytes of experts to compute with them."""
         return self.cluster.host_seconds(Work("optimizer", read=size), self.model.world) if size else 0.0
 
     def price(self, load: PassLoad) -> PassCost:
