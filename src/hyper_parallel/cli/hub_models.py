@@ -164,7 +164,7 @@ def _as_begun(asked: HubId, key: str, recorded: dict[str, Any]) -> HubId:
 
 
 def _recorded(out: Path) -> dict[str, Any]:
-    """What `run.yaml` of a run with checkpoints says; empty where there is none."""
+    """The content of `run.yaml` of a run with checkpoints; empty where there is none."""
     from hyper_parallel.config import yaml12
     from hyper_parallel.config.load import LARGEST
     from hyper_parallel.untrusted import open_regular, read_bytes

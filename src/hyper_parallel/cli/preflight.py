@@ -82,7 +82,7 @@ def _model(config: RunConfig) -> None:
 
 
 def _fields(config: RunConfig) -> dict[str, Any]:
-    """Those of the model's Transformers config that are written."""
+    """Fields of the model's Transformers config that are written."""
     return read_config(config.model.folder) if config.model.folder is not None else config.model.config or {}
 
 

@@ -24,7 +24,7 @@ Announce = Callable[["ParameterGroup"], None]
 
 
 class BackwardFlags(NamedTuple):
-    """What a group's backward pass does."""
+    """Flags of a group's backward pass."""
 
     reduce: bool
     """Reduce the gradients over the shards."""
@@ -136,7 +136,7 @@ class ParameterGroup:
 
     @property
     def flags(self) -> BackwardFlags:
-        """What the next backward pass does."""
+        """Flags of the next backward pass."""
         return BackwardFlags(self._group.reduce_grads, self._group.reshard_after_backward)
 
     @flags.setter

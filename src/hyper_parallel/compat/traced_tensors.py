@@ -28,7 +28,7 @@ class Source(Protocol):
 
 
 class Operation(NamedTuple):
-    """What a traced tensor is the result of."""
+    """The operation whose result a traced tensor is."""
 
     function: Any
     arguments: tuple[Any, ...]

@@ -157,7 +157,7 @@ class RLTraining(Section):
 
     @property
     def ratios(self) -> Ratio:
-        """Of what the probability ratio is."""
+        """The unit of the probability ratio."""
         return self.ratio or ("answer" if self.algorithm == "rloo" else "token")
 
     @property
@@ -167,7 +167,7 @@ class RLTraining(Section):
 
     @property
     def normalized(self) -> Normalization:
-        """What the sum over tokens is divided by."""
+        """The divisor of the sum over tokens."""
         return self.normalization or NORMALIZATIONS[self.algorithm]
 
     @property
@@ -177,12 +177,12 @@ class RLTraining(Section):
 
     @property
     def answers(self) -> int:
-        """Of a batch."""
+        """Answers of a batch."""
         return self.prompts * self.group
 
     @property
     def updates(self) -> int:
-        """Of the optimizer, in the whole run."""
+        """Updates of the optimizer in the whole run."""
         return self.steps * self.minibatches
 
 

@@ -176,8 +176,8 @@ def load_data(
     family: str = "the model",
     kinds: Collection[str] = (),
 ) -> TrainingData:
-    """What the `data` section declares. `seed`, `positions` and `model` are as of `TextData`; `family` names the model,
-    and `kinds` what it takes beside text: ``image``, ``audio``.
+    """Load the data that the `data` section declares. `seed`, `positions` and `model` are as of `TextData`; `family`
+    names the model, and `kinds` what it takes beside text: ``image``, ``audio``.
 
     Raises what `TextData` does, and DataError for media that the model does not take.
     """

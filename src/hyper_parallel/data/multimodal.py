@@ -318,11 +318,11 @@ class Found:
 
     @classmethod
     def of(cls, config: DataConfig, key: str, family: str, kinds: Collection[str]) -> Found:
-        """Those of `data.<key>`, for a model `family` that takes media of these `kinds`. Raises DataError."""
+        """The sources of `data.<key>`, for a model `family` that takes media of these `kinds`. Raises DataError."""
         sources = find(getattr(config, key), config.format, key)
         return cls(sources, digests(sources), media_digests(sources, key, family, kinds))
 
     @property
     def key(self) -> str:
-        """Of the cache."""
+        """The key of the cache."""
         return f"{self.text.reading}-{self.media.reading if self.media else ''}"

@@ -37,7 +37,7 @@ _OF_MEDIA = ("image", "audio", "video", "boi", "boa")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one document came to."""
+    """One document after the processor."""
 
     tokens: int
     """Its positions, without padding."""
@@ -177,7 +177,7 @@ class Processor:
 
     @cached_property
     def _placeholders(self) -> list[str]:
-        """What may stand for media in a text."""
+        """Placeholders of media in a text."""
         own = vars(self._processor).items()
         return [
             value
@@ -227,7 +227,7 @@ class Processor:
 
     @cached_property
     def _written(self) -> dict[Kind, str]:
-        """What the chat template writes in place of media, or the processor's placeholder."""
+        """The text that the chat template writes in place of media, or the processor's placeholder."""
         return {
             kind: self._probed(kind) or str(getattr(self._processor, f"{kind}_token", "")) for kind in MARKS
         }

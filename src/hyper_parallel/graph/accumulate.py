@@ -110,7 +110,7 @@ def accumulation(
 
 
 class _Cut:
-    """What of a step runs when."""
+    """The nodes of a step by when they run."""
 
     def __init__(
         self, step: StepGraph, weights: Mapping[str, fx.Node], sums: Mapping[fx.Node, str], needs: Needs
@@ -216,7 +216,7 @@ def _is_epilogue(node: fx.Node) -> bool:
 
 
 def _behind(once: Collection[fx.Node], needs: Needs, sums: Collection[fx.Node]) -> set[fx.Node]:
-    """Of the nodes that run once a step, those that use sums."""
+    """The nodes that run once a step and use sums."""
     found: set[fx.Node] = set()
     for node in needs:
         if node in once and any(source in sums or source in found for source in needs[node]):

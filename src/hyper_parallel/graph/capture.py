@@ -72,7 +72,7 @@ def capture(
     outside: Outside | None = None,
     made: MutableMapping[int, torch.Tensor] | None = None,
 ) -> StepGraph:
-    """What `step` computes, as a graph. To be called inside the fake mode that its tensors belong to.
+    """Capture `step` as a graph. To be called inside the fake mode that its tensors belong to.
 
     `tensors`: every tensor that the step reads from outside, by name and kind; `step` finds them where it expects
     them, in modules for example. What it returns are the outputs. `modules`: the model whose modules' names the nodes

@@ -162,7 +162,7 @@ def _subgraph(nodes: tuple[fx.Node, ...]) -> Subgraph:
 
 
 def _roots(nodes: Iterable[fx.Node], within: Collection[fx.Node] | None) -> Iterator[fx.Node]:
-    """What the memory of `nodes` was first given by; the search does not leave `within`."""
+    """The nodes that first gave the memory of `nodes`; the search does not leave `within`."""
     for node in nodes:
         root = original(node)
         if takes_a_view(root) and (within is None or root in within):
@@ -239,7 +239,7 @@ def _replace(step: StepGraph, subgraph: Subgraph, call: _Call, made: dict[fx.Nod
             made[output].meta.update(meta, value=output.meta["value"])
 
         def outside(source: fx.Node) -> fx.Node:
-            """What a node of the subgraph is, behind it."""
+            """The node behind the subgraph that stands for one in it."""
             root = original(source)
             if root not in inside:
                 return root
@@ -267,7 +267,7 @@ LIMIT_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of compiling a step."""
+    """A compiled step."""
 
     step: StepGraph
     subgraphs: int

@@ -95,7 +95,7 @@ class NodeCopies:
             self._whole.sizes[self._symbols.get(symbol, symbol)] = self.made[node]
 
     def _name(self, name: str) -> str:
-        """Of a node of the body, or of what it was before, in this run."""
+        """The name in this run of a node of the body, or of what it was before."""
         return self._names.get(name, f"{name}{self._suffix}")
 
     def _placed(self, value: Value) -> Value:

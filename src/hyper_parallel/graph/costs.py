@@ -52,7 +52,7 @@ from hyper_parallel.workload.work import Work
 def costs(
     step: StepGraph, sizes: Mapping[Any, int] | None = None, nodes: Iterable[fx.Node] | None = None
 ) -> dict[fx.Node, Work | Collective]:
-    """What every node does that does anything; host points, waits and numbers are left out.
+    """The work of every node that does some; host points, waits and numbers are left out.
 
     `nodes`: those that are asked about; left out, all. `sizes` gives the symbols of `step.sizes` values. Raises
     KeyError for a symbol without one, and CaptureError for a collective over a group that the capture was not told of.
@@ -106,7 +106,7 @@ class Pricer:
         """Shape and stride by their identity, and dtype, to all of a `_Sized` but its storage: copies share them."""
 
     def cost(self, node: fx.Node) -> Work | Collective | None:
-        """What a node does; None where it does nothing."""
+        """The work of a node; None where it does nothing."""
         if is_collective(node):
             return self._collective(node)
         if host_nodes.is_update(node):
@@ -165,7 +165,7 @@ class Pricer:
         return work or self._plain(node, name, op)
 
     def _update(self, node: fx.Node) -> Work:
-        """Of the host: each call walks over its storages once."""
+        """Work of the host: each call walks over its storages once."""
         calls = host_nodes.calls_of(node)
         read = sum(value.bytes for call in calls for value in self._moved((call.args, call.kwargs)))
         wrote, flops = 0, 0.0
@@ -276,7 +276,7 @@ class Pricer:
         )
 
     def _dtype(self, node: fx.Node) -> str:
-        """Of the largest input; of the largest result where there is none."""
+        """The dtype of the largest input; of the largest result where there is none."""
         values = [*self._flat(node.args), *self._flat(node.kwargs)] or self._results(node)
         return max(values, key=lambda value: value.bytes).dtype if values else "float32"
 

@@ -97,7 +97,7 @@ def refuse_balanced(step: StepGraph) -> None:
 
 
 class Cache(Protocol):
-    """What runs the cache operators of a graph, and its updates on the host."""
+    """Runs the cache operators of a graph, and its updates on the host."""
 
     def store(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
     def prefetch(self, x: torch.Tensor, slot: int, tier: str) -> None: ...

@@ -136,7 +136,7 @@ class _MicroBatch(NodeCopies):
                 whole.gradients[self.storages[storage]] = name
 
     def _place_inputs(self) -> None:
-        """What the body is given, as the whole step has it."""
+        """Place the inputs of the body as the whole step has them."""
         whole, loop = self._expansion, self._loop
         for entry, node in zip(loop.body.inputs, loop.body.placeholders, strict=True):
             if whole.is_loop or entry.name not in loop.totals:

@@ -50,7 +50,7 @@ UNREDUCED, UNSUMMED = f"{GRADIENT}unreduced:", f"{GRADIENT}unsummed:"
 
 @dataclass(frozen=True)
 class GradientSums:
-    """What is added up over the micro-batches of a step."""
+    """Sums over the micro-batches of a step."""
 
     sums: Mapping[str, fx.Node]
     """Gradients before reductions that run once a step, by name."""

@@ -96,7 +96,7 @@ class GrowingGraph:
         return made
 
     def own_copy(self, source: fx.Node, value: Value, meta: dict[str, Any]) -> fx.Node:
-        """What a node gives, [as `value`], in its own memory."""
+        """A copy of a node's value, [as `value`], in its own memory."""
         made = self.empty(value, meta, source.name)
         copy = append_call(self.graph, source.name, _COPY, (made, source), {})
         copy.meta = dict(made.meta)
@@ -144,7 +144,7 @@ class GrowingGraph:
 
 
 def _meta(region: Region) -> dict[str, Any]:
-    """Of a node that is no copy."""
+    """`meta` of a node that is no copy."""
     return {"region": region, "module": "", "recomputed": False}
 
 

@@ -240,7 +240,7 @@ class _Writer:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """Of each op."""
+        """The nodes of each op."""
         return tuple(node for node, *_ in self._written)
 
     @property
@@ -295,11 +295,11 @@ class _Slots:
         """Of a slot that the step is done with: the wait for its last copy, or its update."""
 
     def resident(self) -> Iterator[Bytes]:
-        """What lies there as the step begins."""
+        """Bytes that lie there as the step begins."""
         return (self._bytes[slot] for slot in sorted(self._there))
 
     def begun(self, slot: int) -> tuple[Bytes, ...]:
-        """What a store allocates."""
+        """Bytes that a store allocates."""
         if slot in self._there:
             return ()
         self._there.add(slot)

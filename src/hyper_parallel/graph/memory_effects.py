@@ -171,7 +171,7 @@ def draws_random(node: fx.Node) -> bool:
 
 @once_each
 def _dropout(target: Any) -> tuple[int | None, Any]:
-    """Of an operator that draws as its `dropout_p` says, the argument's place and default; of another one, None and
+    """For an operator that draws as its `dropout_p` says, the argument's place and default; of another one, None and
     whether it draws."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return None, False

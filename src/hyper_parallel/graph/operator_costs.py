@@ -345,5 +345,5 @@ def _price(
 
 
 def _bytes(step: StepGraph, value: Value, sizes: Mapping[object, int]) -> int:
-    """Of what is broadcast, what is there."""
+    """Bytes of a tensor; of a broadcast one, of its elements in memory."""
     return min(known(value.bytes, sizes), known(step.storages[value.storage].bytes, sizes))

@@ -289,7 +289,7 @@ def _counted(crossing: Iterable[Crossing], kind: int) -> list[Crossing]:
 def _crossing(
     source: fx.Node, start: int, node: fx.Node, target: int, wrote: Mapping[int, fx.Node]
 ) -> Crossing:
-    """What `node` of stage `target` takes from stage `start`, as the writes so far have left it."""
+    """The values that `node` of stage `target` takes from stage `start`, as the writes so far have left it."""
     direction: Literal["forward", "backward"] = "forward" if start < target else "backward"
     if direction == "forward" and _is_backward(source):
         raise GraphError(

@@ -153,7 +153,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Previous:
-    """That of the period in front; A has `first`."""
+    """The reference of the period in front; A has `first`."""
 
     at: Any
     first: Any
@@ -161,7 +161,7 @@ class Previous:
 
 @dataclass(frozen=True)
 class Next:
-    """That of the period behind; B has `last`."""
+    """The reference of the period behind; B has `last`."""
 
     at: Any
     last: Any
@@ -192,7 +192,7 @@ Made = tuple[int, int]
 
 @dataclass
 class Pattern:
-    """What A and B have in common."""
+    """The pattern that A and B have in common."""
 
     pair: Pair
     a: list[fx.Node]
@@ -211,7 +211,7 @@ class Pattern:
 
     @property
     def own_symbols(self) -> dict[Any, Any]:
-        """Those that each period has for itself."""
+        """The symbols that each period has for itself."""
         return {mine: its for mine, its in self.pairs.symbols.items() if mine != its}
 
 

@@ -97,7 +97,7 @@ class _Assembly:
         """New nodes outside whose values are not what they were."""
 
     def _fresh_symbols(self) -> list[dict[Any, Any]]:
-        """Of each period, A's symbols to its own."""
+        """For each period, A's symbols to its own."""
         own = self._pattern.own_symbols
         if not own:
             return [{} for _ in self._first]
@@ -202,7 +202,7 @@ class _Assembly:
         return self._node(reference.what)
 
     def _node(self, node: fx.Node) -> fx.Node:
-        """What a node of the captured graph became."""
+        """The node that a node of the captured graph became."""
         known = self._pattern.place.get(node)
         if known is None:
             return self._made[node]

@@ -75,7 +75,7 @@ def repeatable(
     collectives: Repeated = "weights",
     lates: Mapping[int, int] | None = None,
 ) -> list[int]:
-    """Those of the storages that `recompute` does not refuse."""
+    """The storages that `recompute` does not refuse."""
     repeater = _Repeater(step, frozenset(), collectives, lates=lates)
     return [storage for storage in storages if repeater.refusal(storage) is None]
 
@@ -88,7 +88,7 @@ def affordable(
     collectives: Repeated = "weights",
     kept: Collection[int] = (),
 ) -> dict[int, float]:
-    """Those storages that may be computed again at once, each within its limit, to what each costs beside the others.
+    """The storages that may be computed again at once, each within its limit, to what each costs beside the others.
 
     They are looked at in the order in which they are made. To make one costs the prices of all nodes that lead there
     from what stays; what was found affordable before does not stay. So what is not becomes a checkpoint, from which
@@ -147,7 +147,8 @@ def inside(
 
 
 def homes(step: StepGraph, modules: Collection[str]) -> dict[int, str | None]:
-    """Of each storage that the step makes, the only one of the modules that uses it early; None where there is none."""
+    """For each storage that the step makes, the only one of the modules that uses it early; None where there is
+    none."""
     nodes = list(step.nodes)
     of = {node: _owner(node.meta["module"], modules) for node in nodes}
     home: dict[int, str | None] = {}

@@ -37,7 +37,7 @@ def collectives_in_place(step: StepGraph) -> StepGraph:
 
 
 def _gathers(step: StepGraph) -> list[fx.Node]:
-    """What makes weights whole, of parameters alone and before the model's code."""
+    """Nodes that gather weights, from parameters alone and before the model's code."""
     nodes = [node for node in step.nodes if node.meta["module"] == ""]
     known = of_weights(step, list(step.nodes)) | set(step.outside)
     return [
@@ -46,7 +46,7 @@ def _gathers(step: StepGraph) -> list[fx.Node]:
 
 
 def _reduced_at_once(step: StepGraph, nodes: list[fx.Node]) -> StepGraph:
-    """What reduces gradients in the backward pass of the root, as early as it can be."""
+    """Return the step with the reductions of gradients of the root's backward pass as early as they can be."""
     root = [
         node
         for node in nodes

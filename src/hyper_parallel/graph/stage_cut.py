@@ -201,7 +201,7 @@ class _Problem:
         return best[0]
 
     def most_even(self, limit: int) -> tuple[int, ...]:
-        """Of the cuts whose stages cost at most `limit`, the one with the smallest sum of squares, then counts."""
+        """The cut, of those whose stages cost at most `limit`, with the smallest sum of squares, then counts."""
         best: list[tuple[int, tuple[int, ...]] | None] = [None] * self._total + [(0, ())]
         for stage in reversed(range(self._stages)):
             best = [

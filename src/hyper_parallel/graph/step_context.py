@@ -34,7 +34,7 @@ PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "clip", "optimizer")
 
 
 def phase(name: Phase) -> AbstractContextManager[None]:
-    """What is computed inside belongs to this phase."""
+    """Inside, computation belongs to this phase."""
     return replace(current_step(), phase=name).installed()
 
 
@@ -82,7 +82,7 @@ def layer_of(module: str) -> str:
 
 
 def micro_batch(index: int) -> AbstractContextManager[None]:
-    """What is captured in the block belongs to this micro-batch."""
+    """Inside, captured nodes belong to this micro-batch."""
     return replace(current_step(), micro_batch=index).installed()
 
 

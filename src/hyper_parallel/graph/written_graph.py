@@ -86,18 +86,18 @@ def from_bytes(content: bytes, groups: Mapping[str, CollectiveGroup]) -> tuple[S
     Raises Unreadable for bytes that are damaged, and where an operator or a group is missing here.
     """
     body = opened(_MAGIC, content)
-    told, end = inflated(body, 0)
+    raw, end = inflated(body, 0)
     data, end = inflated(body, end)
     constants = safetensors.load(body[end:])
     try:
-        return _Reader(data, constants, groups).step(), told
+        return _Reader(data, constants, groups).step(), raw
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
 
 
-def groups_of(told: Any) -> list[tuple[str, tuple[int, ...]]]:
+def groups_of(written: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Axis and ranks of groups as `group_rows` gave them."""
-    return [(axis, tuple(ranks)) for axis, ranks in told]
+    return [(axis, tuple(ranks)) for axis, ranks in written]
 
 
 def group_rows(groups: Mapping[str, CollectiveGroup]) -> list[Any]:

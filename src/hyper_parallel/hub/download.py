@@ -128,7 +128,7 @@ _SMALL = ("config.json", "generation_config.json", *PROCESSOR_FILES, *TOKENIZER_
 
 
 class Wanted(Enum):
-    """Which files of a repository."""
+    """The files of a repository that are needed."""
 
     CONFIG = "config"
     """``config.json`` alone."""

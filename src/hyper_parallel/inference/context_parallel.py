@@ -100,7 +100,7 @@ class ContextEngine(Engine):
         return collectives.all_reduce(logits, context.group)
 
     def _local(self, index: int, segment: Segment) -> Segment:
-        """What this rank has of a request's context."""
+        """This rank's part of a request's context."""
         local = self._context.local
         older = tuple(Group(local(one.first), local(one.end), one.blocks) for one in segment.older)
         return Segment(index, local(segment.end), 0, segment.runs, local(segment.base), older)

@@ -32,7 +32,8 @@ from hyper_parallel.units import format_bytes
 
 
 class Needs:
-    """Of some requests on one model. `room`: bytes of tiers for the KV cache, by name, the fastest first."""
+    """The memory that some requests need on one model. `room`: bytes of tiers for the KV cache, by name, the fastest
+    first."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class Extent:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Extent:
-        """Of all of them together."""
+        """The extent of all of them together."""
         given = [one.sampling for one in requests]
         drawn = any(one.temperature for one in given)
         sampling = Sampling(

@@ -91,12 +91,12 @@ class MemoryPlan:
 
     @property
     def read(self) -> int:
-        """That a pass reads, at most: not all experts are chosen in each."""
+        """Bytes that a pass reads, at most: not all experts are chosen in each."""
         return sum(self.sizes.modules[place].bytes for place in self.streamed)
 
     @cached_property
     def expected(self) -> float:
-        """That a pass reads on average, with a token of each request."""
+        """Bytes that a pass reads on average, with a token of each request."""
         modules = [self.sizes.modules[place] for place in self.streamed]
         return sum(one.bytes * (1 - (1 - one.chance) ** self.requests) for one in modules)
 

@@ -61,7 +61,7 @@ _IGNORED = frozenset({"dropout", "sliding_window", "position_ids", "cache_positi
 
 @dataclass(frozen=True)
 class Contexts:
-    """What the segments of a pass see in one kind of layers."""
+    """The contexts that the segments of a pass see in one kind of layers."""
 
     ragged: RaggedPass
     seen: list[tuple[int, Tensor | None]]
@@ -76,7 +76,7 @@ MaskFunction = Callable[..., Any]
 
 
 class PositionMask:
-    """What the queries of one kind of layers see, evaluated at positions."""
+    """The mask of one kind of layers, evaluated at positions."""
 
     def __init__(self, function: MaskFunction) -> None:
         self._function = function
@@ -283,7 +283,7 @@ class _Kernel:
         return out[None]
 
     def _shares(self, scores: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Of each value, for products [1, H, count, S] of queries and keys."""
+        """The share of each value, for products [1, H, count, S] of queries and keys."""
         scores = scores * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)

@@ -76,7 +76,7 @@ class Returned:
 
 @dataclass(eq=False)
 class RaggedPass:
-    """What attention and the cache know of the pass under way."""
+    """The pass under way, as attention and the cache see it."""
 
     segments: Sequence[Segment]
     page: int

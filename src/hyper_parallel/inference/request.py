@@ -142,7 +142,7 @@ class Running:
         return -(-(self.cached - self.base) // self.page)
 
     def key(self, place: int) -> bytes | None:
-        """Of page `place`, counted from `base`; None where the prompt does not fill it."""
+        """The key of page `place`, counted from `base`; None where the prompt does not fill it."""
         place += self.base // self.page
         return self.keys[place] if place < len(self.keys) else None
 
@@ -165,7 +165,7 @@ class TextOf(Protocol):
 
 
 def no_text(ids: list[int], /, special: bool = False) -> str:
-    """Of answers whose tokens alone are asked for."""
+    """The empty text, for answers whose tokens alone are needed."""
     return ""
 
 
@@ -246,7 +246,7 @@ First = tuple[int, float | None]
 
 
 class PromptTails:
-    """Of one run. Without `copy`, each answer's page is computed."""
+    """Tails of the prompts of one run. Without `copy`, each answer's page is computed."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -256,7 +256,8 @@ class PromptTails:
         """By key, of the requests that have not taken the page yet."""
 
     def key(self, one: Running) -> bytes | None:
-        """Of the page that a request computes next, if it is the tail of a prompt that other requests may have."""
+        """The key of the page that a request computes next, if it is the tail of a prompt that other requests may
+        have."""
         return self.key_at(one, one.cached)
 
     def key_at(self, one: Running, first: int) -> bytes | None:

@@ -47,7 +47,7 @@ def rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[slice]
 
 
 class RunAllocator:
-    """Which of `size` places are free."""
+    """Allocator of runs in `size` places."""
 
     def __init__(self, size: int) -> None:
         self._free = [Run(0, size)] if size else []
@@ -59,7 +59,7 @@ class RunAllocator:
 
     @property
     def longest(self) -> int:
-        """Of the longest free run."""
+        """Places of the longest free run."""
         return max((run.count for run in self._free), default=0)
 
     def allocate(self, count: int, after: int | None = None) -> tuple[Run, ...] | None:

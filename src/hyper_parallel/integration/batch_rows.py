@@ -55,7 +55,7 @@ class Rows:
 def rows_of(
     inputs: Mapping[str, Any], handle: ShardedModel, pad: int = 0, *, length: int | None = None
 ) -> Rows:
-    """What a Trainer's collator gave, as rows for `handle`'s model.
+    """The batch of a Trainer's collator, as rows for `handle`'s model.
 
     `pad`: the token that padding is filled with. `length`: pad to this number of positions; left out, to the next
     multiple that the axes can divide. Raises IntegrationError for a mask that cannot be honoured on these axes.
@@ -157,8 +157,8 @@ class FewLengths:
 
         A multiple of what the axes can divide.
         """
-        told = torch.tensor([longest], dtype=torch.int64, device=self._handle.device)
-        wanted = int(self._handle.over_all_ranks(told, "max"))
+        length_tensor = torch.tensor([longest], dtype=torch.int64, device=self._handle.device)
+        wanted = int(self._handle.over_all_ranks(length_tensor, "max"))
         found = length_of(wanted, self.known, length_multiple(self._handle.plan))
         if found not in self.known:
             self.known.append(found)

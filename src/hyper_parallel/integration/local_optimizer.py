@@ -97,12 +97,12 @@ class Twins:
 
     @property
     def owned(self) -> list[Twin]:
-        """Those whose parameters this rank holds: all, but in a pipeline those of its stages."""
+        """The twins whose parameters this rank holds: all, but in a pipeline those of its stages."""
         place = self.handle.pipeline
         return [twin for twin in self if place is None or place.owns(twin.name)]
 
     def of(self, group: dict[str, Any]) -> list[Twin]:
-        """Those of one of the optimizer's groups, in its order."""
+        """The twins of one of the optimizer's groups, in its order."""
         return [self.by_tensor[id(tensor)] for tensor in group["params"]]
 
 

@@ -93,7 +93,7 @@ class ParallelRun:
 
     @property
     def data_index(self) -> int:
-        """Which of them this rank computes."""
+        """The index of the share that this rank computes."""
         return self.handle.data_index
 
     @property
@@ -116,13 +116,13 @@ class ParallelRun:
         Every rank gives the same shape.
         """
         x = x.reshape(1) if x.dim() == 0 else x.contiguous()
-        told = x.to(torch.uint8) if x.dtype == torch.bool else x
+        gathered = x.to(torch.uint8) if x.dtype == torch.bool else x
         for name in reversed(ROW_AXES):
-            told = self.handle.axes[name].gather(told, 0)
-        return told.to(x.dtype)
+            gathered = self.handle.axes[name].gather(gathered, 0)
+        return gathered.to(x.dtype)
 
     def gather_object(self, what: T) -> list[T]:
-        """What each share of the batch has, in their order."""
+        """Gather an object of each share of the batch, in their order."""
         if self.world == 1:
             return [what]
         every = gather_objects(what)
@@ -215,11 +215,11 @@ def _of_dict(given: dict[str, Any]) -> Strategy:
     try:
         return Strategy.model_validate(given)
     except ValidationError as error:
-        told = "; ".join(
+        problems = "; ".join(
             f"{'.'.join(str(at) for at in one['loc']) or 'strategy'}: {one['msg'].removeprefix('Value error, ')}"
             for one in error.errors()
         )
-        raise IntegrationError(f"strategy: {told}") from None
+        raise IntegrationError(f"strategy: {problems}") from None
 
 
 def _of_file(path: Path) -> Strategy:
@@ -245,7 +245,7 @@ _calls = itertools.count()
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """What the planner is asked."""
+    """A question to the planner."""
 
     strategy: Strategy
     """With open axes."""
@@ -278,10 +278,10 @@ def planned(asked: AutoRequest, world: int) -> Strategy:
         else:
             text = _chosen(run, world) if dist.get_rank() == 0 else None
             found = broadcast_text(f"hyper_parallel/integration/strategy/{next(_calls)}", text)
-        told = json.loads(found)
-        if "error" in told:
-            raise IntegrationError(told["error"])
-        return resolved(run, told["laid"]).strategy
+        chosen = json.loads(found)
+        if "error" in chosen:
+            raise IntegrationError(chosen["error"])
+        return resolved(run, chosen["laid"]).strategy
 
 
 def _run(asked: AutoRequest, folder: str) -> RunConfig:
@@ -321,7 +321,7 @@ def _adapter(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _chosen(run: RunConfig, world: int) -> str:
-    """What rank 0 finds, or what is wrong, as JSON."""
+    """The choice of rank 0, or the error, as JSON."""
     device = torch.device(device_type() if world > 1 else compat.backend("auto").name)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     worker = Worker(0, 0, world, local, device, compat.backend(device.type))

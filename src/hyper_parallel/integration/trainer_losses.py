@@ -218,8 +218,8 @@ class SpreadEvaluation(CountedLosses):
 
     def _generating(self, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments of `generate`: ranks with other rows go on until all are done, for they gather weights together."""
-        told = given or dict(getattr(self, "_gen_kwargs", {}))
-        return {"synced_gpus": self._spread_model.data_ranks > 1, **told}
+        arguments = given or dict(getattr(self, "_gen_kwargs", {}))
+        return {"synced_gpus": self._spread_model.data_ranks > 1, **arguments}
 
     def _without_repeated(self, labels: Tensor) -> Tensor:
         """Labels, without those of rows that fill the last batch a second time."""

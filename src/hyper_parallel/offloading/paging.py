@@ -309,7 +309,7 @@ def _described(leaf: Any) -> Hashable:
 
 
 def _calls(step: StepGraph) -> Iterable[tuple[Hashable, int]]:
-    """Of a graph's calls, the bytes that each makes."""
+    """The bytes that each of a graph's calls makes."""
     known: set[int] = {value.storage for node in step.placeholders for value in values_of(node)}
     for node in step.nodes:
         made = {value.storage for value in values_of(node)} - known - touched(node)

@@ -70,7 +70,7 @@ class Buckets:
         return _coalesced(made, buckets, order)
 
     def _cut(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-        """Those that may be one call, in buckets of limited size, two calls at least in each."""
+        """Collectives that may be one call, in buckets of limited size, two calls at least in each."""
         kinds: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
         for node in nodes:
             if node.target in _COALESCED:
@@ -221,7 +221,8 @@ def reductions(step: StepGraph) -> list[fx.Node]:
 
 
 def kind_of(node: fx.Node) -> tuple[object, ...]:
-    """What two collectives must share to be made one: operator, group, other arguments, dtype, pass and micro-batch."""
+    """Properties that two collectives must share to be made one: operator, group, other arguments, dtype, pass and
+    micro-batch."""
     (value,) = values_of(node)
     return (
         node.target,

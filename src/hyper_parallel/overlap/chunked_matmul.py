@@ -115,7 +115,7 @@ NO_CHUNKS = Chunks()
 
 
 def patterns(step: StepGraph) -> list[_Change]:
-    """What may go in pieces, in order of the collectives."""
+    """The patterns that may be cut into chunks, in order of the collectives."""
     nodes = list(step.nodes)
     weights = of_weights(step, nodes)
     # What is written to in place, or looked at from outside, keeps its place in memory.
@@ -318,7 +318,8 @@ def _gathers(step: StepGraph, begin: fx.Node, kept: set[int]) -> _Gathers | None
 
 
 def _sends(begin: fx.Node, kept: set[int]) -> _Sends | None:
-    """What is computed for a collective alone, back to the products that it begins with; None where there are none."""
+    """The nodes that are computed for a collective alone, back to the products that it begins with; None where there
+    are none."""
     wait = only_wait(begin)
     if wait is None or not is_contiguous(begin) or tensor_value(begin).storage in kept:
         return None

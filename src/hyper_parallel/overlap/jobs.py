@@ -83,7 +83,7 @@ class Prices:
         return self._device.comm_slowdown
 
     def seconds(self, cost: Any) -> float:
-        """Of a `Work` or a `Collective`; 0 for a view."""
+        """Seconds of a `Work` or a `Collective`; 0 for a view."""
         found = self._same.get(id(cost))
         if found is None:
             found = self._same[id(cost)] = cost, self._seconds(cost)

@@ -73,7 +73,7 @@ def merge_tasks(one: Task, other: Task, *, slowdown: float = 1.0) -> MergedTasks
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a task does between two stops."""
+    """The part of a task between two stops."""
 
     waits: int | None
     """The number, in its task, of the collective that it begins with waiting for."""

@@ -173,7 +173,7 @@ class OrderSearch:
         return _one_lane(jobs) if tried.one_lane else jobs
 
     def _add(self, jobs: Jobs, *ways: Tried) -> None:
-        """Those of these ways that fit; each runs further ahead than the one before it, and so holds more."""
+        """Add the ways that fit; each runs further ahead than the one before it, and so holds more."""
         for one in ways:
             found = self._arranged(one, jobs)
             if found is None:
@@ -227,7 +227,7 @@ def _one_lane(jobs: Jobs) -> Jobs:
 
 
 def _layer_seconds(jobs: Jobs) -> float:
-    """What a layer takes in one direction when everything runs one after the other: the mean."""
+    """Seconds of a layer in one direction when everything runs one after the other: the mean."""
     layers = {region_of(node).layer for node in jobs.nodes} - {""}
     lanes = [job.seconds for job in jobs.jobs if job.lane < jobs.lanes]
     return sum(lanes) / max(1, jobs.lanes) / max(1, len(layers)) / 2

@@ -65,7 +65,7 @@ _CLOSE = 1 - 1e-9
 
 @dataclass(frozen=True)
 class Splits:
-    """What is known of rows before their schedule, recompute and offload."""
+    """Rows before their schedule, recompute and offload are known."""
 
     seconds: Array
     """At least; of a step."""

@@ -237,7 +237,7 @@ def user_strategy(path: Path, question: Question, notes: list[str]) -> dict[str,
 
 
 def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: list[str]) -> dict[str, float]:
-    """Of a run file, or of a Strategy's."""
+    """The columns of a run file, or of a Strategy's."""
     work = question.workload
     micro: int | None = 1
     if "axes" in data:
@@ -373,7 +373,8 @@ class MemoryBudget:
 
 
 def memory_budget(cluster: Cluster, constants: Constants, needed: float = 0.0) -> MemoryBudget:
-    """What each rank of a cluster may use. `needed`: bytes beside the device; a pool is used only beyond the host.
+    """The memory that each rank of a cluster may use. `needed`: bytes beside the device; a pool is used only beyond the
+    host.
 
     The cluster describes a device; without a host its bytes are 0.
     """

@@ -176,7 +176,7 @@ class Solved:
 
     @property
     def question(self) -> Question:
-        """What was asked."""
+        """The question."""
         return self.found.question
 
     @property

@@ -57,7 +57,7 @@ def _scaled(points: Sequence[Found], tokens: float) -> Sheet:
 
 
 def _scales(points: Sequence[Found]) -> str:
-    """What more devices give, in a sentence."""
+    """The gain of more devices, in a sentence."""
     work = points[0].question.workload
     name = work.shape.title
     found = [best for best in map(_best, points) if best is not None]

@@ -24,8 +24,8 @@ def perfetto(timeline: Timeline) -> str:
     for pid, name in enumerate(timeline.trace.ops, 1):
         spans = timeline.of(name)
         tracks = lanes(spans)
-        told = f"{timeline.word} · {name} · ranks {describe_ranks(timeline, name)}"
-        events += _metadata(pid, told, tracks)
+        title = f"{timeline.word} · {name} · ranks {describe_ranks(timeline, name)}"
+        events += _metadata(pid, title, tracks)
         numbers = {track: tid for tid, track in enumerate(tracks, 1)}
         events += _slices(pid, spans, numbers)
         found = list(_flows(pid, spans, numbers, flows))

@@ -52,10 +52,10 @@ def wrapped(text: str, width: int = WIDTH, indent: str = "  ", first: str = "") 
 def answer(verdict: str, lines: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
     """A sentence, then a line for each name and text; texts wrap beside their names. At most `width` columns wide."""
     beside = max((len(name) for name, _ in lines), default=0) + 2
-    told = [wrapped(verdict, width)]
+    shown = [wrapped(verdict, width)]
     for name, text in lines:
-        told.append(wrapped(text, width, " " * beside, first=name.ljust(beside)))
-    return "\n".join(told) + "\n"
+        shown.append(wrapped(text, width, " " * beside, first=name.ljust(beside)))
+    return "\n".join(shown) + "\n"
 
 
 def table(timeline: Timeline, width: int = WIDTH) -> str:

@@ -45,7 +45,7 @@ _NEARBY = 0.05
 
 @dataclass(frozen=True)
 class AutoSchedule:
-    """What the search found."""
+    """The result of the search."""
 
     schedule: Schedule
     makespan: float
@@ -169,7 +169,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which kind of action goes first where several could start; those of one kind by their earliest times."""
+    """The kind of action that goes first where several could start; those of one kind by their earliest times."""
 
     name: str
     order: tuple[int, int, int]

@@ -95,12 +95,12 @@ class StepTables:
 
     @property
     def micro_batches(self) -> int:
-        """Of the step."""
+        """Micro-batches of the step."""
         return len(self.kind_of)
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Of the stages of all kinds."""
+        """Ranks of the stages of all kinds."""
         return tuple(rank for kind in self.kinds for rank in kind.placement)
 
     def kind(self, micro_batch: int) -> MicroBatchKind:
@@ -131,8 +131,8 @@ class StepTables:
         )
 
     def caps_of_1f1b(self) -> list[float]:
-        """What each rank may hold: as much as the fullest one if the stage that is n stages before the last one holds
-        the n + 1 micro-batches that save most."""
+        """The memory that each rank may hold: as much as the fullest one if the stage that is n stages before the last
+        one holds the n + 1 micro-batches that save most."""
         fullest = 0.0
         for rank in range(self.ranks):
             held, depth = [], 0

@@ -34,7 +34,7 @@ _KINDS = (TaskKind.FORWARD, TaskKind.INPUT, TaskKind.WEIGHT, TaskKind.BACKWARD)
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """What the search found."""
+    """The result of the search."""
 
     schedule: Schedule
     """Its stages are those of all kinds, kind after kind; micro-batches are numbered likewise."""

@@ -110,7 +110,7 @@ class _Walk:
         return end + (costs.weight[stage] if action.kind is TaskKind.BACKWARD else 0.0)
 
     def _memory(self, action: Action) -> tuple[float, float]:
-        """What an action takes when it begins, and frees when it ends."""
+        """Bytes that an action takes when it begins, and frees when it ends."""
         kind, stage = self._own(action)
         saved, released = kind.costs.saved[stage], kind.costs.released[stage]
         match action.kind:

@@ -43,7 +43,7 @@ class Bubble:
 
     @property
     def total(self) -> float:
-        """Of all causes."""
+        """Seconds of all causes."""
         return self.fill + self.waiting + self.drain
 
 

@@ -136,7 +136,7 @@ def several_documents(positions: Tensor) -> bool:
 
 
 def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inputs: Any) -> Any:
-    """What the model returns for ids and positions, both int64 [B, S], and what else it takes (`pixel_values`).
+    """The model's output for ids and positions, both int64 [B, S], and what else it takes (`pixel_values`).
 
     A Transformers model is given `position_ids`, in which a packed document restarts at 0, no attention mask and
     `use_cache=False`: only then does it keep packed documents apart. Its masks find the positions also where it does

@@ -214,7 +214,7 @@ def layers_skipped(
 
 
 class _Flow:
-    """What goes from layer to layer in a forward pass."""
+    """The tensors that go from layer to layer in a forward pass."""
 
     def __init__(self) -> None:
         self._given: dict[int, tuple[Any, Any]] = {}
@@ -266,7 +266,7 @@ class _Skipped(nn.Module):
         self.__dict__.update(_layer=layer, _index=index, _like=like, _flow=flow)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer in front returned."""
+        """Return what the layer in front returned."""
         of = self.__dict__
         return of["_flow"].through(of["_index"], of["_like"], args, kwargs)
 

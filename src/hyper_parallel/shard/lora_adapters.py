@@ -63,7 +63,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def name_in_base(name: str, model: nn.Module) -> str | None:
-    """What the model without adapters calls a module, parameter or buffer of `model`; None for an adapter's own.
+    """The name in the model without adapters of a module, parameter or buffer of `model`; None for an adapter's own.
 
     Raises nothing: names of a model without adapters are given back as they are.
     """

@@ -53,7 +53,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Access:
-    """What is made of one stored parameter before its module computes with it."""
+    """Makes the weight that a module computes with from one stored parameter."""
 
     plan: ParameterPlan
     axes: Mapping[str, Axis]
@@ -71,7 +71,7 @@ class Access:
         return self.after_data(x)
 
     def after_data(self, x: torch.Tensor) -> torch.Tensor:
-        """What is computed with, of what `over_data` or FSDP2 makes."""
+        """The weight to compute with, from what `over_data` or FSDP2 makes."""
         for axis in self.plan.summed:
             x = self.axes[axis].copy(x)
         if self.plan.chosen is not None:
@@ -274,7 +274,7 @@ class GatheredAtRoot:
             self._inside = False
 
     def _ready(self, stored: Sequence[Tensor]) -> list[Tensor]:
-        """What is computed with, in the order of the accesses; of a parameter that modules share, once."""
+        """The weights to compute with, in the order of the accesses; of a parameter that modules share, once."""
         first = {id(x): at for at, x in reversed([*enumerate(stored)])}
         places = sorted(first.values())
         moves = [self._accesses[at].access.over_data() for at in places]

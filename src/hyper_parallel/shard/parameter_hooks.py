@@ -21,7 +21,7 @@ from hyper_parallel.shard.sharded_model import ShardedModel, ShardedParameter, l
 
 
 class ParameterHooks:
-    """What the user put on the parameters of a model before it was parallelized."""
+    """Hooks that the user put on the parameters of a model before it was parallelized."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hooks: dict[str, Hooks] = {}

@@ -122,7 +122,7 @@ class ProcessMesh(Mapping[str, Axis]):
         return self.devices.coordinate(self.rank)
 
     def data_index_of(self, rank: int) -> int:
-        """Which share of the batch a global rank computes, 0 ≤ index < replicate · shard."""
+        """The index of the share of the batch that a global rank computes, 0 ≤ index < replicate · shard."""
         return self.devices.index(DATA_AXES, rank)
 
     def speaks(self, axes: tuple[str, ...], rank: int) -> float:
@@ -151,7 +151,7 @@ class ProcessMesh(Mapping[str, Axis]):
             return greatest
 
     def any(self, flags: list[bool]) -> list[bool]:
-        """Of each flag whether it is set on some rank of the mesh. A collective."""
+        """Whether each flag is set on some rank of the mesh. A collective."""
         return [bool(value) for value in self.greatest([float(flag) for flag in flags])]
 
     # Process groups.

@@ -335,19 +335,19 @@ def _all_meet(trace: Trace, found: dict[str, dict[int, Meeting]]) -> None:
         for index, meeting in of.items():
             calls[meeting][name] = trace.ops[name][index]
     for (tag, classes, turn), given in calls.items():
-        told = f"call {turn + 1} tagged {tag!r} of the classes {_listed(classes)}"
+        place = f"call {turn + 1} tagged {tag!r} of the classes {_listed(classes)}"
         absent = [name for name in classes if name not in given]
         if absent:
             name, op = next(iter(given.items()))
             raise TraceError(
-                f"{told} is made by {_told(name, op)} and not by {_listed(absent)}; all classes of a group make "
+                f"{place} is made by {_told(name, op)} and not by {_listed(absent)}; all classes of a group make "
                 "the same calls, or give what differs another tag"
             )
         kinds = sorted({op.collective.kind for op in given.values() if op.collective})
         if len(kinds) > 1 and kinds != ["recv", "send"]:
-            raise TraceError(f"{told} is of different kinds: {_listed(kinds)}")
+            raise TraceError(f"{place} is of different kinds: {_listed(kinds)}")
         if kinds in (["send"], ["recv"]):
-            raise TraceError(f"{told} is a {kinds[0]} on every side; one sends and the other receives")
+            raise TraceError(f"{place} is a {kinds[0]} on every side; one sends and the other receives")
 
 
 def _told(name: str, op: Op) -> str:

@@ -170,17 +170,17 @@ class RunCheckpoints:
 
     def _rewound_before(self) -> bool:
         """Whether the newest checkpoint that is not to be passed over was written by this very run file."""
-        told = False
+        matches = False
         if self._handle.rank == 0:
             for name in file_format.committed(self._folder):
                 path = self._folder / str(name)
                 if reason_to_pass_over(path) is None:
                     with contextlib.suppress(CheckpointError):
-                        told = read_marker(path)["state"].get("config") == self._config.model_dump(
+                        matches = read_marker(path)["state"].get("config") == self._config.model_dump(
                             mode="json"
                         )
                         break
-        return bool(json.loads(agree(self._ranks(), None, json.dumps(told))))
+        return bool(json.loads(agree(self._ranks(), None, json.dumps(matches))))
 
     def _load(self, found: Found) -> RunState:
         state = self._read(found.path)
@@ -306,7 +306,7 @@ class RunCheckpoints:
         return {**model_shards(self._handle), **self._optimizer.pieces()}
 
     def _largest(self) -> dict[str, float]:
-        """What a step can compute with: of what is trained, and of what the optimizer keeps of it."""
+        """Name of a trained weight, or of its optimizer state, to the largest number that a step can compute with."""
         trained = {f"{MODEL}{p.name}" for p in self._handle.owned() if p.parameter.requires_grad}
         state = {name for name, piece in self._optimizer.pieces().items() if piece.local.is_floating_point()}
         return {**dict.fromkeys(trained, LARGEST_WEIGHT), **dict.fromkeys(state, LARGEST_FINITE)}

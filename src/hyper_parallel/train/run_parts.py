@@ -99,7 +99,7 @@ class SaveInterval:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run is made of. The parts have their state; which there are does not change."""
+    """The parts of a run. They have their state; which there are does not change."""
 
     config: RunConfig
     worker: Worker

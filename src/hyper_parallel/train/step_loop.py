@@ -196,13 +196,13 @@ class StepLoop:
 
 
 def _requests(interval: SaveInterval) -> stop.Requests:
-    """What this rank was asked, or wants: a checkpoint also when its time has come."""
+    """Requests to this rank, and its own: a checkpoint also when its time has come."""
     asked = stop.requests()
     return asked._replace(save=asked.save or interval.elapsed())
 
 
 class StopVote:
-    """Of one run; every rank calls it at the same points."""
+    """The vote of one run to stop; every rank calls it at the same points."""
 
     def __init__(self, world: int) -> None:
         self._world = world

@@ -109,8 +109,8 @@ class _Run:
         parts.reporter.open(state.step)
         plans = parts.built.budget.plans if parts.built.budget is not None else []
         train, rows = self._config.train, parts.built.text.order.length
-        told = [epochs_line(train.epochs, rows, train.steps)] if train.epochs is not None else []
-        for note in (*told, *plans, *notes):
+        lines = [epochs_line(train.epochs, rows, train.steps)] if train.epochs is not None else []
+        for note in (*lines, *plans, *notes):
             parts.reporter.note(note)
         return state
 

@@ -148,7 +148,7 @@ class Mixer:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMix:
-    """Of a model whose layers are not all attention and an MLP: how many have what."""
+    """The mix of layers of a model that are not all attention and an MLP: how many have what."""
 
     mixer: Mixer | None
     mixing: int

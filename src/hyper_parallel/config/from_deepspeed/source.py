@@ -195,7 +195,7 @@ class Source:
         )
 
     def error(self, key: str, needed: str, got: Any) -> ConfigError:
-        """What a key must be, and what it is."""
+        """An error that says what a key must be, and what it is."""
         return ConfigError(f"{self.name}: {shown(tuple(key.split('.')), got)}: {needed}")
 
 

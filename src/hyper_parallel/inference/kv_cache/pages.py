@@ -67,7 +67,7 @@ class LayerPages:
 
     @property
     def shape(self) -> LayerShape:
-        """What it holds of a token."""
+        """The shape that it holds for a token."""
         return shape_of(*self.like, int8=self._buffers is not None)
 
     def read(self, rows: Sequence[slice]) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class LayerPages:
 
 
 def shape_of(keys_1HTD: Tensor, values_1HTD: Tensor, *, int8: bool) -> LayerShape:
-    """What a layer with such keys and values stores of a token."""
+    """The shape that a layer with such keys and values stores for a token."""
     keys, values = (
         (x.size(1), packed_size(x.size(3)) if int8 else x.size(3)) for x in (keys_1HTD, values_1HTD)
     )
@@ -177,7 +177,7 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Of the buffers that were made."""
+        """Bytes of the buffers that were made."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def clear(self) -> None:

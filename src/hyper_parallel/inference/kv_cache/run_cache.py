@@ -76,8 +76,8 @@ class RunCache:
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """What each layer caches of a token, known after the first pass; of ranks that run the same passes the most
-        heads that one has. A collective of these when it is asked for the first time after a pass."""
+        """The shapes that each layer caches for a token, known after the first pass; of ranks that run the same passes
+        the most heads that one has. A collective of these when it is asked for the first time after a pass."""
         own = tuple(shape_of(*like, int8=self._int8) for like in self._like.values())
         if self._shapes[0] != own:
             heads = self.agreement.largest([count for one in own for count in (one.keys[0], one.values[0])])

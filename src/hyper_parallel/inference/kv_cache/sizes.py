@@ -23,7 +23,8 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches of a token: heads and head size of its keys and of its values, and bytes of an element."""
+    """The cache of one layer for a token: heads and head size of its keys and of its values, and bytes of an
+    element."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -116,7 +117,7 @@ class KVChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class KVDemand:
-    """What requests need of the cache."""
+    """The pages that requests need."""
 
     shapes: tuple[LayerShape, ...]
     page: int
@@ -132,7 +133,7 @@ class KVDemand:
 
     @property
     def bytes(self) -> int:
-        """Of a page."""
+        """Bytes of a page."""
         return page_bytes(self.shapes, self.page)
 
 

@@ -22,7 +22,7 @@ from hyper_parallel.units import round_up
 
 @dataclass
 class Moved:
-    """What one tier moved, in bytes and copies, and what it holds now."""
+    """Bytes and copies that one tier moved, and bytes that it holds now."""
 
     written: int = 0
     writes: int = 0

@@ -26,7 +26,7 @@ Key = bytes
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """What lies in one slot of a tier."""
+    """The content of one slot of a tier."""
 
     level: int
     slot: int
@@ -73,7 +73,7 @@ class KVTiers:
 
     @property
     def slots(self) -> int:
-        """Of all tiers together."""
+        """Slots of all tiers together."""
         return sum(self.counts)
 
     def place(self, count: int) -> Block | None:
@@ -139,7 +139,7 @@ class KVTiers:
         return bool(free)
 
     def _victim(self, idle: dict[Block, None]) -> Block:
-        """Of a block with several pages, the first one that its prompts need decides."""
+        """The block to evict; in one with several pages, the first one that its prompts need decides."""
         oldest: dict[Hashable, Block] = {block.keys[0]: block for block in islice(idle, SAMPLE)}
         some = self._draws.sample(list(idle), min(SAMPLE, len(idle)))
         others: dict[Hashable, Block] = {block.keys[0]: block for block in some}
@@ -175,7 +175,7 @@ _CLEAR = 0.5
 
 @dataclass
 class _Life:
-    """What is known of one prefix, in the cache or not."""
+    """The history of one prefix, in the cache or not."""
 
     parent: Hashable | None
     last: int
@@ -189,7 +189,7 @@ class _Life:
 
 @dataclass
 class _Table:
-    """Of one class: uses by age, and the index by age."""
+    """Table of one class: uses by age, and the index by age."""
 
     uses: list[float] = field(default_factory=lambda: [0.0] * _AGES)
     index: list[float] = field(default_factory=lambda: [math.inf] * _AGES)
@@ -237,9 +237,9 @@ class PredictedUse:
         self._count(key, False)
 
     def first(self, candidates: Mapping[Hashable, object], some: Sequence[Hashable]) -> Hashable:
-        """Of prefixes in the cache, the least recently used first, the one to evict. It looks at the least recently
-        used ones and at `some` others: one of these goes first only if its index is far lower, since indexes are
-        estimates.
+        """The prefix to evict of those in the cache, which come least recently used first. It looks at the least
+        recently used ones and at `some` others: one of these goes first only if its index is far lower, since indexes
+        are estimates.
         """
         sample = [*islice(candidates, SAMPLE), *some]
         leaves = [key for key in sample if key not in self._lives or not self._lives[key].kept]

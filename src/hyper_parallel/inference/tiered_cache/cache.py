@@ -30,7 +30,7 @@ from hyper_parallel.units import format_bytes, parse_bytes
 
 @dataclass(frozen=True)
 class TieredCacheReport:
-    """What a TieredCache did."""
+    """The bytes that a TieredCache holds and has moved."""
 
     device: int
     """The most bytes that it held on the device, with what attention was given."""
@@ -249,7 +249,7 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
             )
 
     def _sizes(self, rows: int) -> list[LayerSize]:
-        """Of all layers; those that were never updated are taken to be like the largest that was."""
+        """Sizes of all layers; those that were never updated are taken to be like the largest that was."""
         own = self._own()
         known = [one.token_bytes(rows) for one in own]
         most = max(count for count in known if count is not None)

@@ -22,7 +22,7 @@ from hyper_parallel.inference.tiered_cache.transfers import Block, Transfers
 
 
 class RowOrders:
-    """Which row of a block is which row of the batch now, by the epoch in which it was written; None: the same."""
+    """The row of the batch that each row of a block is now, by the epoch in which it was written; None: the same."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -80,7 +80,7 @@ class _Kind:
 
 
 class _Tiered:
-    """What full and sliding layers have in common; `_window`: tokens that attention reads before the newest ones."""
+    """Base of full and sliding layers; `_window`: tokens that attention reads before the newest ones."""
 
     is_croppable = True
     is_compileable = False
@@ -110,7 +110,7 @@ class _Tiered:
 
     @property
     def keys(self) -> Tensor | None:
-        """Of a resident layer. Raises UnsupportedModelError for a streamed one, whose keys are in no tensor."""
+        """Keys of a resident layer. Raises UnsupportedModelError for a streamed one, whose keys are in no tensor."""
         return self._whole(self._keys)
 
     @keys.setter

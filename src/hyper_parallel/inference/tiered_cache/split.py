@@ -51,7 +51,7 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class Split:
-    """Which layers are streamed, and bytes of their blocks that may be under way at one time."""
+    """The layers that are streamed, and bytes of their blocks that may be under way at one time."""
 
     streamed: frozenset[int]
     window: int

@@ -118,7 +118,7 @@ class WeightTiers:
             return tier.in_place(slot.number)
 
     def memory(self) -> list[Tensor]:
-        """What operators may be given of tiers' own memory: tensors that share storages with it."""
+        """Memory of tiers that operators may be given: tensors that share storages with it."""
         units = {slots[0].tier: unit for unit, slots in self._slots.items() if unit.expert is not None}
         return [self.in_place(unit) for unit in units.values() if self.in_memory(unit)]
 

@@ -211,7 +211,7 @@ class HyperParallelArguments:
 def strategy_from_arguments(
     arguments: HyperParallelArguments, world: int, *, checkpoints: bool = False
 ) -> Given:
-    """What to give `integration.parallel_run.strategy_of`: the user's own strategy, or one made of the fields.
+    """The argument of `integration.parallel_run.strategy_of`: the user's own strategy, or one made of the fields.
 
     `checkpoints`: LlamaFactory's own gradient checkpointing is on, which holds where nothing here says otherwise.
     Raises IntegrationError for fields that are wrong, or that do not fit `world` workers.

@@ -34,12 +34,12 @@ _whole: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def get_cp_rank(hp_args: Any) -> int:
-    """Which of a row's parts this rank computes: ranks that share rows are neighbours."""
+    """The index of the part of a row that this rank computes: ranks that share rows are neighbours."""
     return get_platform().get_rank() % int(hp_args.cp_size)
 
 
 def get_dp_rank(hp_args: Any) -> int:
-    """Which share of the batch this rank computes."""
+    """The index of the share of the batch that this rank computes."""
     return get_platform().get_rank() // int(hp_args.cp_size)
 
 
@@ -117,7 +117,7 @@ def _part(x: Tensor, dim: int, part: int, index: int, parts: int) -> Tensor:
 
 
 class LossAlone(dict[str, Tensor]):
-    """What a model returns whose loss is computed in parts: `loss`, and nothing else that could be asked for."""
+    """The output of a model whose loss is computed in parts: `loss`, and nothing else that could be asked for."""
 
     @property
     def loss(self) -> Tensor:

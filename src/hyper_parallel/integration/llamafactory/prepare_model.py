@@ -68,7 +68,7 @@ class HSDPModule:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; the gradient of the mean over ranks goes back through it."""
+        """The model's output; the gradient of the mean over ranks goes back through it."""
         assert isinstance(self, nn.Module)
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]
         root = root_of(self)
@@ -196,7 +196,7 @@ def localised(optimizer: Any) -> ShardedModel:
 
 
 def _handle_of(parameters: list[Tensor]) -> ShardedModel:
-    """That of the prepared model which has the first of the parameters."""
+    """The handle of the prepared model that has the first of the parameters."""
     for model, spread in _spreads.items():
         if any(parameter is parameters[0] for parameter in model.parameters()):
             return spread.handle
@@ -239,7 +239,7 @@ def _of_others(own: Callable[[Iterable[Any]], bool]) -> Callable[[Iterable[Any]]
 
 
 def _averaged(output: Any, ranks: int) -> Any:
-    """What the model returned, with gradients divided by the number of ranks on their way back into the model."""
+    """The model's output, with gradients divided by the number of ranks on their way back into the model."""
     if ranks == 1 or not torch.is_grad_enabled():
         return output
     if isinstance(output, LossAlone):

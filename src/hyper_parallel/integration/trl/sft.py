@@ -66,8 +66,8 @@ class HyperParallelSFTTrainer(SpreadTrainer, _PlainLoss):
             read = (
                 (mask != 0).sum() if isinstance(mask, Tensor) else torch.tensor(inputs["input_ids"].numel())
             )
-            told = self._spread_model.sum_of_data(read.to(self.args.device))
-            self._total_train_tokens += int(told)
+            total = self._spread_model.sum_of_data(read.to(self.args.device))
+            self._total_train_tokens += int(total)
         self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
 
 

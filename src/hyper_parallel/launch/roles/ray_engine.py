@@ -337,7 +337,7 @@ def _with_token(config: RoleLaunch, several: bool) -> RoleLaunch:
 
 def _failure(ray: Any, rank: int, error: BaseException) -> Failure:
     if isinstance(error, ray.exceptions.RayActorError):
-        said = one_line(str(error).partition("\n")[0])
-        return Failure(rank, "died", f"ended ({type(error).__name__}: {said})", time.monotonic())
+        reason = one_line(str(error).partition("\n")[0])
+        return Failure(rank, "died", f"ended ({type(error).__name__}: {reason})", time.monotonic())
     text = f"{type(error).__name__}: {one_line(str(error))}"
     return Failure(rank, "crash", text, time.monotonic())

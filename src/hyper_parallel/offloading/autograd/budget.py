@@ -62,7 +62,8 @@ class ResidentMemory:
         self._results = [weakref.ref(tensor.untyped_storage()) for tensor in results]
 
     def bytes(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, int]:
-        """Of each of `KINDS`, as a call with these inputs begins; no byte twice, nor any of the model's own state."""
+        """Bytes of each of `KINDS`, as a call with these inputs begins; no byte twice, nor any of the model's own
+        state."""
         model = self._model()
         assert model is not None, "it is being called"
         self._look(model)

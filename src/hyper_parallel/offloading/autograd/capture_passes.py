@@ -90,7 +90,7 @@ class Passes:
     """The Python state under which the passes were captured (`state_snapshot.Snapshot.entries`)."""
 
     def result(self, tensors: Sequence[Tensor], state: Snapshot) -> Any:
-        """What the model returns, of these outputs; its side effects on Python state are done."""
+        """The model's result from these outputs; its side effects on Python state are done."""
         left = iter(tensors)
         found = unflatten([next(left) if leaf is _TENSOR else leaf for leaf in self.leaves], self.shape)
         for effect in self.effects:
@@ -137,7 +137,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class PassSettings:
-    """What a model's passes are captured for."""
+    """Settings that a model's passes are captured for."""
 
     through: Sequence[str] | None = None
     """The fields of the result that receive gradients; None to decide from the result."""

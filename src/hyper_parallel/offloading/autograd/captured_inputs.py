@@ -70,7 +70,7 @@ class CallSignature:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors, as inputs of a step."""
+        """Names of the tensors, as inputs of a step."""
         return tuple(f"input.{number}" for number in range(len(self.tensors)))
 
     @property
@@ -104,7 +104,7 @@ class CallSignature:
         return [leaf for leaf in self.leaves if not is_plain(leaf)]
 
     def __str__(self) -> str:
-        """What is said of its shape."""
+        """Its shape in words."""
         return ", ".join(" × ".join(map(str, tensor.shape)) or "1" for tensor in self.tensors)
 
 

@@ -202,7 +202,7 @@ class Offloaded:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What each plan comes to, in a line."""
+        """The outcome of each plan, in a line."""
         return tuple(self._plans.notes)
 
     # This call runs its own graph, so torch.compile of an enclosing model leaves it out.

@@ -184,8 +184,8 @@ def agreed(
         error = raised
     floor = error.floor if isinstance(error, BudgetError) else None
     numbers = [int(error is not None), floor or 0, *own, *(-byte for byte in own)]
-    told = torch.tensor(numbers, dtype=torch.int64, device=handle.device)
-    failed, most, *digests = handle.all_reduce(told, handle.mesh.names, "max").tolist()
+    maxima = torch.tensor(numbers, dtype=torch.int64, device=handle.device)
+    failed, most, *digests = handle.all_reduce(maxima, handle.mesh.names, "max").tolist()
     if error is not None:
         if isinstance(error, BudgetError) and floor is not None and most > floor:
             raise BudgetError(
@@ -207,7 +207,7 @@ def agreed(
 
 
 def program_digest(step: StepGraph) -> bytes:
-    """What has to be the same on every rank: the collectives, in order, and what the step gives."""
+    """A digest of what has to be the same on every rank: the collectives, in order, and what the step gives."""
     text = hashlib.blake2b(digest_size=DIGEST)
     names = dict(zip(step.placeholders, (entry.name for entry in step.inputs), strict=True))
     returned: Any = step.output.args[0]

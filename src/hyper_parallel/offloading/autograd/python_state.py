@@ -282,7 +282,7 @@ class _Walk:
             self.snapshot.watch_items(value)
 
     def _attributes(self, value: Any, path: str, without: Set[str] = frozenset()) -> None:
-        """Those of an object that some code may read."""
+        """Visit the attributes of an object that some code may read."""
         everything = self.dynamic or isinstance(value, CONFIGS) or answers_itself(type(value))
         everything = everything or holds_tensors(value)
         held = getattr(value, "__dict__", None)

@@ -70,7 +70,7 @@ class HostUpdate:
 
     @property
     def storages(self) -> tuple[int, ...]:
-        """Those of `tensors`."""
+        """The storages of `tensors`."""
         return tuple(next(values_of(node)).storage for node in self.tensors)
 
 

@@ -119,9 +119,9 @@ def planned(
             else space
             for space in left
         )
-    told = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
+    excess = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
     raise BudgetError(
-        f"what must leave the device fits into the memory beside it only in pieces (too large by: {told}); give it a "
+        f"what must leave the device fits into the memory beside it only in pieces (too large by: {excess}); give it a "
         "little more, or the device"
     )
 
@@ -266,7 +266,7 @@ def _rest(events: list[Event]) -> Rest:
 
 
 def _names(step: StepGraph) -> dict[int, fx.Node]:
-    """Of each storage the first node that gives a value in it, by which cache operators name it."""
+    """For each storage, the first node that gives a value in it, by which cache operators name it."""
     found: dict[int, fx.Node] = {}
     for node in (*step.placeholders, *step.nodes):
         value = node.meta.get("value")

@@ -157,11 +157,11 @@ def _beside_other_kind(
 ) -> Choice:
     """The choice with a line that says why it has a pipeline or has none. `place`: its own among those listed."""
     others = [at for at, one in enumerate(listed.few) if one.piped != listed.few[place].piped]
-    told = listed.told
+    sentence = listed.told
     if others:
-        _, said = min(_figure(listed.few[at], predictions[at] if predictions else None) for at in others)
-        told = f"the best strategy {'without' if chosen.piped else 'with'} a pipeline, {said}"
-    return replace(chosen, lines=(*chosen.lines, told)) if told else chosen
+        _, figure = min(_figure(listed.few[at], predictions[at] if predictions else None) for at in others)
+        sentence = f"the best strategy {'without' if chosen.piped else 'with'} a pipeline, {figure}"
+    return replace(chosen, lines=(*chosen.lines, sentence)) if sentence else chosen
 
 
 def _figure(one: Candidate, prediction: Simulated | None) -> tuple[float, str]:

@@ -119,7 +119,7 @@ def question_of(
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """What a step of the run computes."""
+    """The workload of a step of the run."""
     fields: dict[str, Any] = transformers_config(config.model).to_dict()
     given = config.model.config
     if given is not None and "vocab_size" not in given:
@@ -148,7 +148,7 @@ def adapter_of(config: RunConfig) -> Adapter | None:
 
 
 def precision_of(config: RunConfig) -> Precision:
-    """What products are computed in."""
+    """The precision of products."""
     return _PRECISIONS[config.strategy.precision.compute]
 
 

@@ -48,7 +48,7 @@ from hyper_parallel.planner.table import Array, Table, sum_of
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the closed forms say of each row of a table."""
+    """The estimates of the closed forms for each row of a table."""
 
     seconds: Array
     """Of a step."""

@@ -36,7 +36,7 @@ from hyper_parallel.workload.workload import Adapter, Precision, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """What became of one row of the CSV."""
+    """One row of the CSV, as it was read."""
 
     line: int
     """Of the file; the header is line 1."""
@@ -326,7 +326,7 @@ def _offload(cells: Cells) -> dict[str, float]:
 
 
 def _adapter(cells: Cells) -> Adapter | None:
-    """What is trained in place of the whole model; None where that is."""
+    """The adapter that is trained in place of the whole model; None where that is."""
     if not re.search("lora", cells.option("task"), re.IGNORECASE):
         return None
     cells.filled["adapter"] = (
@@ -345,7 +345,7 @@ def _prediction_modules(cells: Cells, shape: Shape, profile: Profile) -> int:
 
 
 def _precision(cells: Cells, cluster: str, profile: Profile) -> Precision:
-    """What products are computed in."""
+    """The precision of products."""
     words = cells.text("precision").lower().replace("_", "-")
     if not words:
         return cells.take("precision", profile.defaults.precision, f"the default of {profile.name}")

@@ -36,7 +36,7 @@ MOST = 1 << 20
 
 @dataclass(frozen=True)
 class GenerationQuestion:
-    """What to plan."""
+    """A question: the generation to plan."""
 
     shape: Shape
     cluster: Cluster
@@ -72,7 +72,7 @@ class GenerationPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.choice.run.tokens_per_second * self.model.split
 
     @property

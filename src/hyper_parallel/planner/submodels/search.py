@@ -47,7 +47,7 @@ from hyper_parallel.units import format_bytes
 
 @dataclass(frozen=True)
 class MicroBatchTimes:
-    """Of a micro-batch on a colocated rank."""
+    """Times of a micro-batch on a colocated rank."""
 
     encoders: float
     language: float
@@ -61,7 +61,7 @@ class MicroBatchTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step came to."""
+    """The outcome of a step."""
 
     seconds: float
     busy: float
@@ -186,7 +186,8 @@ StepOf = Callable[[Task, Sizes, Sequence[Row]], Step | None]
 def best(
     task: Task, sizes: Iterator[Sizes], step: StepOf, bound: Callable[[Task, Sizes], float] | None = None
 ) -> BestSizes:
-    """Of all sizes, by the mean of the same steps. With `bound`, by which `sizes` are sorted, the search ends early."""
+    """The best of all sizes, by the mean of the same steps. With `bound`, by which `sizes` are sorted, the search ends
+    early."""
     found = BestSizes()
     for one in sizes:
         if bound is not None and bound(task, one) >= found.seconds:

@@ -128,7 +128,7 @@ def in_flight(one: Sizes, count: int) -> int:
 
 
 def language_bytes(task: Task, one: Sizes, count: int, besides: float = 0.0) -> float:
-    """Of a rank of the language model. `besides`: parameters that each rank has of other parts."""
+    """Bytes of a rank of the language model. `besides`: parameters that each rank has of other parts."""
     language, held = task.costs.language, in_flight(one, count)
     saved = language.saved[one.tensor](one.rows) / one.pipeline
     parameters = language.parameters / (one.tensor * one.pipeline) + besides
@@ -136,7 +136,7 @@ def language_bytes(task: Task, one: Sizes, count: int, besides: float = 0.0) -> 
 
 
 def encoder_bytes(task: Task, one: Sizes, encoder: int, count: int) -> float:
-    """Of a rank of an encoder on its own devices, for micro-batches of the rows with most."""
+    """Bytes of a rank of an encoder on its own devices, for micro-batches of the rows with most."""
     costs, copies = task.costs.encoders[encoder], one.encoders[encoder]
     units = task.most(encoder) * one.rows * one.data / copies
     held = in_flight(one, count) * costs.saved(units)
@@ -144,7 +144,7 @@ def encoder_bytes(task: Task, one: Sizes, encoder: int, count: int) -> float:
 
 
 def colocated_bytes(task: Task, one: Sizes) -> float:
-    """Of a rank that has a part of the language model and all encoders, for a micro-batch of the rows with most.
+    """Bytes of a rank that has a part of the language model and all encoders, for a micro-batch of the rows with most.
 
     At level `parameters` a rank holds whole, in turn, two layers and all that is outside of them; what the encoders
     have is outside.

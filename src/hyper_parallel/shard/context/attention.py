@@ -143,7 +143,7 @@ class BlockWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """What one attention of a ring needs to know, besides its tensors."""
+    """The settings of one attention of a ring, besides its tensors."""
 
     axis: Axis
     mask: ContextMask

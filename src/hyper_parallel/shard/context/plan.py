@@ -185,7 +185,8 @@ def _method(
 
 
 def multiple_over_context(ring: int, ulysses: int) -> int:
-    """What a sequence's length must be a multiple of, to be dealt over rings of `ring` ranks of `ulysses`."""
+    """The number that a sequence's length must be a multiple of, to be dealt over rings of `ring` ranks of
+    `ulysses`."""
     return math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
 
 
@@ -203,7 +204,7 @@ class PositionSplit:
 
     @property
     def multiple(self) -> int:
-        """What a sequence's length must be a multiple of."""
+        """The number that a sequence's length must be a multiple of."""
         return multiple_over_context(self.ring, self.ulysses)
 
     def check(self, length: int) -> None:

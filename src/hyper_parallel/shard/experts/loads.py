@@ -35,12 +35,12 @@ def _counted(routing: Routing) -> dict[str, ExpertsPlan]:
     return {name: experts for name, experts in routing.experts.items() if runs(name)}
 
 
-def _by_layer(told: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+def _by_layer(rows: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
     """Loads of all layers to those of each."""
     if len(set(counts)) == 1:
-        every = told.view(-1, counts[0])
+        every = rows.view(-1, counts[0])
         return [every[layer] for layer in range(len(counts))]
-    return list(told.split(list(counts)))
+    return list(rows.split(list(counts)))
 
 
 def loads(handle: ShardedModel) -> torch.Tensor:
@@ -55,60 +55,60 @@ def loads(handle: ShardedModel) -> torch.Tensor:
         name: torch.zeros(e.count, dtype=torch.int64, device=handle.device)
         for name, e in _counted(routing).items()
     }
-    told = torch.cat([routing.counts.get(name, zero) for name, zero in zeros.items()]).float()
+    rows = torch.cat([routing.counts.get(name, zero) for name, zero in zeros.items()]).float()
     if routing.own_tokens:
-        return told
-    return told * per_rank(
+        return rows
+    return rows * per_rank(
         lambda rank: torch.tensor(handle.axes.speaks(LOSS_AXES, rank), device=handle.device)
     )
 
 
 def take_loads(handle: ShardedModel) -> torch.Tensor:
     """Return `loads` and reset the counts."""
-    told = loads(handle)
+    rows = loads(handle)
     if handle.routing is not None:
         handle.routing.counts.clear()
-    return told
+    return rows
 
 
-def by_layer(handle: ShardedModel, told: torch.Tensor) -> dict[str, list[int]]:
-    """Name of the experts module to the load of each of its experts; `told` as for `imbalance`. The host waits."""
+def by_layer(handle: ShardedModel, summed: torch.Tensor) -> dict[str, list[int]]:
+    """Name of the experts module to the load of each of its experts; `summed` as for `imbalance`. The host waits."""
     routing = handle.routing
     if routing is None:
         return {}
-    layers = told.split([experts.count for experts in routing.experts.values()])
+    layers = summed.split([experts.count for experts in routing.experts.values()])
     return {
         name: [int(rows) for rows in load.tolist()]
         for name, load in zip(routing.experts, layers, strict=True)
     }
 
 
-def imbalance(handle: ShardedModel, told: torch.Tensor) -> torch.Tensor:
+def imbalance(handle: ShardedModel, summed: torch.Tensor) -> torch.Tensor:
     """max / mean of the experts' load in the layer where it is the largest; zero-dim fp32, 1 when all are equal.
 
-    `told` is what `take_loads` said, summed over all ranks.
+    `summed` is what `take_loads` said, summed over all ranks.
     """
     assert handle.routing is not None
     counts = [experts.count for experts in _counted(handle.routing).values()]
     if len(set(counts)) == 1:
         # A few operators for all layers, whose number is that of the graph's nodes.
-        every = told.view(-1, counts[0])
+        every = summed.view(-1, counts[0])
         return (every.amax(1) / every.mean(1).clamp(min=1e-9)).max()
-    return torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in told.split(counts)]).max()
+    return torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in summed.split(counts)]).max()
 
 
-def rank_imbalance(handle: ShardedModel, told: torch.Tensor) -> float:
+def rank_imbalance(handle: ShardedModel, summed: torch.Tensor) -> float:
     """The heaviest rank's rows over the mean, in the layer where that is the largest, of the ranks of the expert axis;
-    rows of replicas count evenly. `told` as for `imbalance`. The host waits."""
+    rows of replicas count evenly. `summed` as for `imbalance`. The host waits."""
     assert handle.routing is not None
     ranks, placements = handle.mesh.size("expert"), handle.routing.placements
-    layers = by_layer(handle, told).items()
+    layers = by_layer(handle, summed).items()
     return max(heaviest(load, placements[name], ranks) for name, load in layers)
 
 
 @torch.no_grad()
-def update_biases(model: nn.Module, told: torch.Tensor, rate: float) -> None:
-    """Correct each router's bias by the step's loads: `told` as for `imbalance`. Layers without one are left alone.
+def update_biases(model: nn.Module, summed: torch.Tensor, rate: float) -> None:
+    """Correct each router's bias by the step's loads: `summed` as for `imbalance`. Layers without one are left alone.
 
     Raises StrategyError for a model without experts.
     """
@@ -118,7 +118,7 @@ def update_biases(model: nn.Module, told: torch.Tensor, rate: float) -> None:
             f"{type(model).__name__} has no experts whose loads could correct a router's bias"
         )
     counted = _counted(routing)
-    layers = _by_layer(told, [experts.count for experts in counted.values()])
+    layers = _by_layer(summed, [experts.count for experts in counted.values()])
     for (name, experts), load in zip(counted.items(), layers, strict=True):
         for module in model.get_submodule(name.rpartition(".")[0]).modules():
             bias = module._buffers.get(BIAS)

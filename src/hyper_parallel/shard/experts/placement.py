@@ -162,7 +162,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Places:
-        """Those that `add_places` gave a module."""
+        """The places that `add_places` gave a module."""
         keys, replicas = module._buffers[_KEYS], module._buffers[_REPLICAS]
         assert keys is not None
         assert replicas is not None

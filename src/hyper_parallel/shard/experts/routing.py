@@ -25,7 +25,7 @@ from hyper_parallel.shard.process_mesh import ProcessMesh
 
 @dataclass(eq=False)
 class Routing:
-    """What has been seen of a model's experts since somebody asked. `of` makes one that watches a model."""
+    """The rows that a model's experts were sent since the counts were read. `of` makes one that watches a model."""
 
     experts: dict[str, ExpertsPlan]
     own_tokens: bool

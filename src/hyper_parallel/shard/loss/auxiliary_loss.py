@@ -66,7 +66,7 @@ class BalancingTerm:
 
 @dataclass(frozen=True)
 class OwnTerms:
-    """What is added to the cross-entropy."""
+    """The terms that are added to the cross-entropy."""
 
     balancing: BalancingTerm | None = None
     of_logits: bool = False
@@ -283,7 +283,8 @@ def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 def _statistics(
     logits: list[torch.Tensor], term: BalancingTerm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of all layers: how often each expert is chosen, fp32 [E]; the sums of their probabilities, [E]; the rows, []."""
+    """Statistics of all layers: how often each expert is chosen, fp32 [E]; the sums of their probabilities, [E]; the
+    rows, []."""
     chosen, probabilities, rows = [], [], []
     for layer in logits:
         shares = torch.softmax(layer, dim=-1)

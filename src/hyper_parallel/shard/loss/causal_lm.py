@@ -195,7 +195,7 @@ class LossRoot:
         return chunk if chunk < positions else None
 
     def _loss(self, request: Request, logits: Tensor, labels_N: Tensor, start: int, stop: int) -> Tensor:
-        """Of the positions from `start` to `stop` - 1, whose logits these are."""
+        """The loss of the positions from `start` to `stop` - 1, whose logits these are."""
         if request.objective is not None:
             temperature = request.objective.temperature
             logprobs_N = log_probabilities(
@@ -328,7 +328,7 @@ def apply_loss(
 
 
 def root_of(model: nn.Module) -> LossRoot | None:
-    """What `apply_loss` put around the model, or None."""
+    """The wrapper that `apply_loss` put around the model, or None."""
     root = model.__dict__.get(_ATTRIBUTE)
     assert root is None or isinstance(root, LossRoot)
     return root

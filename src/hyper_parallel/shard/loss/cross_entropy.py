@@ -186,7 +186,7 @@ def split_logits(head: nn.Module) -> Iterator[None]:
 
 
 class TokenObjective(Protocol):
-    """What takes the place of the cross-entropy in a forward pass."""
+    """An objective in the place of the cross-entropy in a forward pass."""
 
     @property
     def temperature(self) -> float:

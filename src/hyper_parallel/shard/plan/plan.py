@@ -102,7 +102,7 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to a model. Names are those of ``named_modules`` and ``named_parameters``."""
+    """The changes to a model. Names are those of ``named_modules`` and ``named_parameters``."""
 
     mesh: Mesh
     parameters: Mapping[str, ParameterPlan]
@@ -127,7 +127,7 @@ class Plan:
 
 
 def length_multiple(plan: Plan) -> int:
-    """What the number of positions of a row must be a multiple of."""
+    """The number that the positions of a row must be a multiple of."""
     multiple = (
         multiple_over_context(plan.context.ring, plan.context.ulysses) if plan.context is not None else 1
     )

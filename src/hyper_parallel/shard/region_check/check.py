@@ -143,7 +143,7 @@ def check_on_first_call(
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """What the first call of a parallelized model checks, for one that is captured instead. Raises StrategyError."""
+    """Check a captured call as the first call of a parallelized model is checked. Raises StrategyError."""
     before = model.__dict__.get(_BEFORE_CALL)
     if before is not None:
         before(args, kwargs)
@@ -185,7 +185,8 @@ def _decided(
 
 
 def agreed_verdict(check: Callable[[], Any], together: tuple[int, ...] = ()) -> Any:
-    """What `check` returns on the first of the ranks that check together, JSON-able, on every one of them."""
+    """The verdict that `check` returns on the first of the ranks that check together, JSON-able, on every one of
+    them."""
     _asked[together] += 1
     decides = together[0] if together else 0
     key, verdict = f"hyper-parallel/check/{','.join(map(str, together))}/{_asked[together]}", None

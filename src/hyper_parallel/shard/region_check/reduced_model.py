@@ -125,7 +125,7 @@ def same_plan(whole: Plan, small: Plan) -> bool:
 
 
 def _effects(plan: Plan) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """What a plan does, by kind and name of what it does it to; no sizes."""
+    """The effects of a plan, by kind and name of the module or parameter; no sizes."""
     context = plan.context
     ways = (context.method, context.ring > 1, context.ulysses > 1) if context is not None else ()
     return {
