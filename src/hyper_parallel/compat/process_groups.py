@@ -239,8 +239,8 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def level_group_counts() -> None:
     """Have every rank have made as many process groups, by groups of one rank. A collective of all ranks."""
-    made = len(distributed_c10d._world.pg_names)
-    for _ in range(max(gather_objects(made)) - made):
+    count = len(distributed_c10d._world.pg_names)
+    for _ in range(max(gather_objects(count)) - count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 

@@ -239,16 +239,16 @@ class MultimodalRows:
         """As `Rows`. Raises DataError for a file that has changed since the run began."""
         entries = [self._index.entry(row) for row in rows]
         documents = [self._reader.read(entry.place) for entry in entries]
-        made = self._processor.batch(documents, length or self.positions(rows))
+        batch = self._processor.batch(documents, length or self.positions(rows))
         for entry, document, known in zip(
-            entries, documents, made["attention_mask"].sum(1).tolist(), strict=True
+            entries, documents, batch["attention_mask"].sum(1).tolist(), strict=True
         ):
             if entry.tokens != known:
                 raise DataError(
                     f"{document.where}: it had {entry.tokens} tokens when the run began, and has {known} now; do not "
                     "change data while a run reads them"
                 )
-        return made
+        return batch
 
 
 class MultimodalData:

@@ -124,7 +124,7 @@ class Processor:
         if audio:
             given["audio_kwargs"] = {"sampling_rate": self._rate}
         try:
-            made = self._processor(
+            outputs = self._processor(
                 text=[one.text for one in rendered],
                 **{name: one for name, one in given.items() if one is not None},
                 text_kwargs=text_settings,
@@ -134,7 +134,7 @@ class Processor:
             raise DataError(
                 f"{where}: the model's processor does not take this: {one_line(error, 300)}"
             ) from error
-        found = {name: one for name, one in made.items() if isinstance(one, Tensor)}
+        found = {name: one for name, one in outputs.items() if isinstance(one, Tensor)}
         found["labels"] = self._labels(documents, rendered, found["input_ids"])
         return found
 

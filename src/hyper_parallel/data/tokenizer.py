@@ -342,15 +342,15 @@ def trained(folder: Path, key: str, texts: Iterable[str], size: int, vocab_size:
 def _transformers_tokenizer(text: str) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_rust().Tokenizer.from_str(text),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = DEFAULT_TEMPLATE
-    return Tokenizer(made)
+    tokenizer.chat_template = DEFAULT_TEMPLATE
+    return Tokenizer(tokenizer)
 
 
 def _sample(texts: Iterable[str], size: int) -> Iterator[str]:

@@ -175,12 +175,12 @@ class _Cut:
                 instead[node] = added[name] = end = self._added(node, totals[name])
             if node in self._behind:
                 before[node] = node.meta.get("value")
-                made = node
+                result = node
                 if node in self._micro:
                     with step.graph.inserting_after(end):
-                        made = copy_node(step.graph, node, lambda source: source)
-                self._use_sums(made, instead, before)
-                instead[node] = made
+                        result = copy_node(step.graph, node, lambda source: source)
+                self._use_sums(result, instead, before)
+                instead[node] = result
             elif node not in self._micro:
                 if node in self._gathers or node in self._once:
                     node.meta["when"] = "first" if node in self._gathers else "last"

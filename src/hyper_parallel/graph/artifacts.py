@@ -96,7 +96,7 @@ def obtain(
     """
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, T] = {}
-    made = 0
+    count = 0
     waits = {name: LockWait(folder / f"{name}.lock") for name in make}
     while len(found) < len(make):
         before = len(found)
@@ -107,7 +107,7 @@ def obtain(
                 place = folder / name
                 ready = _read(place, load)
                 if ready is None:
-                    ready, made = _made(place, make[name], load), made + 1
+                    ready, count = _made(place, make[name], load), count + 1
                 found[name] = ready
             if len(found) < len(make) and time.monotonic() > deadline:
                 raise TimeoutError(f"{len(found)} of {len(make)} subgraphs are compiled")
@@ -117,7 +117,7 @@ def obtain(
                 raise TimeoutError(
                     f"another process still compiles {len(make) - len(found)} of {len(make)} subgraphs"
                 )
-    return found, made
+    return found, count
 
 
 def _read(place: Path, load: Callable[[Path], T]) -> T | None:

@@ -272,9 +272,9 @@ class _Recorder(TorchDispatchMode):
         if not self._asks_sizes:
             return result
         unknown = [dim for dim, size in enumerate(result.shape) if is_symbolic(size)]
-        made = [self.sizes.nodes.get(expression(result.shape[dim])) for dim in unknown]
+        symbols = [self.sizes.nodes.get(expression(result.shape[dim])) for dim in unknown]
         # Others have the size of what they are made of.
-        if not unknown or any(size is None or size.args[0] is not node for size in made):
+        if not unknown or any(size is None or size.args[0] is not node for size in symbols):
             return result
         shape = list(result.shape)
         for dim in unknown:
@@ -336,17 +336,17 @@ class _Recorder(TorchDispatchMode):
             self.sizes.bind(result, node)
             return None
         if isinstance(result, tuple | list):
-            made: list[Value | None] = []
+            values: list[Value | None] = []
             for index, part in enumerate(result):
                 if not isinstance(part, torch.Tensor):
-                    made.append(None)
+                    values.append(None)
                     continue
                 item = self._graph.call_function(operator.getitem, (node, index))
                 item.meta.update(node.meta, value=self._value(part))
                 self._tell(part, item)
                 self.sizes.bind_value(part, item)
-                made.append(item.meta["value"])
-            return tuple(made)
+                values.append(item.meta["value"])
+            return tuple(values)
         return None
 
     def _tell(self, tensor: torch.Tensor, node: fx.Node) -> None:

@@ -37,22 +37,22 @@ def expanded(loops: Sequence[Accumulation], numbered: Numbered) -> StepGraph:
     Loops of micro-batches that are alike are one object. Others are captured from the same model, so that they gather
     the same weights and have the same totals; raises GraphError where they do not.
     """
-    made = _Expansion(loops, numbered)
+    expansion = _Expansion(loops, numbered)
     for number, loop in enumerate(loops):
-        _MicroBatch(made, loop, number).copy_body()
-    return made.finished(loops[0].body)
+        _MicroBatch(expansion, loop, number).copy_body()
+    return expansion.finished(loops[0].body)
 
 
 def unrolled(loop: Accumulation, width: int, numbered: Numbered) -> Accumulation:
     """The loop whose body computes this number of micro-batches, one after the other."""
-    made = _Expansion([loop] * width, numbered, is_loop=True)
+    expansion = _Expansion([loop] * width, numbered, is_loop=True)
     for number in range(width):
-        _MicroBatch(made, loop, number).copy_body()
+        _MicroBatch(expansion, loop, number).copy_body()
     return Accumulation(
-        made.finished(loop.body),
+        expansion.finished(loop.body),
         loop.totals,
-        made.added,
-        {name: made.named[name] for name in loop.weights},
+        expansion.added,
+        {name: expansion.named[name] for name in loop.weights},
         frozenset(numbered(name, number) for name in loop.batch for number in range(width)),
         width * loop.width,
     )
@@ -145,8 +145,8 @@ class _MicroBatch(NodeCopies):
         if self._number:
             for name, node in (*loop.weights.items(), *_totals(loop).items()):
                 self._known(node, name)
-            for node, made in whole.lasting.items():
-                self.given(node, made)
+            for node, copy in whole.lasting.items():
+                self.given(node, copy)
 
     def _known(self, node: fx.Node, name: str) -> None:
         if name not in self._expansion.named:
@@ -162,12 +162,12 @@ class _MicroBatch(NodeCopies):
         assert isinstance(gradient, fx.Node)
         (value,) = values_of(node)
         if whole.is_loop:
-            made = self._copied(node)
-            whole.added.setdefault(name, made)
-            return made
+            copy = self._copied(node)
+            whole.added.setdefault(name, copy)
+            return copy
         if self._number:
-            made = whole.named[name] = self._copied(node)
-            return made
+            copy = whole.named[name] = self._copied(node)
+            return copy
         first = self.made[gradient]
         if name not in whole.own:
             first = whole.own_copy(first, value, node.meta)
@@ -176,10 +176,10 @@ class _MicroBatch(NodeCopies):
         return first
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        made = self.copy(node)
+        copy = self.copy(node)
         if not self._expansion.is_loop:
-            made.meta.pop("when", None)
-        return made
+            copy.meta.pop("when", None)
+        return copy
 
 
 def _totals(loop: Accumulation) -> dict[str, fx.Node]:

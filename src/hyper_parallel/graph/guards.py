@@ -115,8 +115,8 @@ class Questions:
         kept: list[fx.Node] = []
         wanted = {of}
         for node in reversed(graph.nodes):
-            made = {value.storage for value in values_of(node)}
-            if node not in wanted and not (made | writes(node)) & needed:
+            storages = {value.storage for value in values_of(node)}
+            if node not in wanted and not (storages | writes(node)) & needed:
                 continue
             if node.op == "placeholder" and names[node].name not in self._tensors:
                 return None

@@ -262,7 +262,7 @@ class StepGraph:
         for old in nodes:
             known[old] = append_copy(graph, old, known)
         sizes = {symbol: known[node] for symbol, node in self.sizes.items()}
-        made = StepGraph(
+        copy = StepGraph(
             graph,
             list(self.inputs),
             list(self.outputs),
@@ -275,7 +275,7 @@ class StepGraph:
             self.groups,
             self.slots,
         )
-        return made, known
+        return copy, known
 
 
 def values_of(node: fx.Node) -> Iterator[Value]:

@@ -207,10 +207,10 @@ class _Writer:
             self._write(node, None, "compute", (), born)
             way, born = f"{there}>device", ()
         last = self._last
-        made = self._slots.begun(slot) if node.target is store else ()
+        begun = self._slots.begun(slot) if node.target is store else ()
         work = Work("copy", read=float(self._slots.bytes(slot)), op="copy")
         after = sorted({*((last,) if last >= 0 else ()), self._updated.get(slot, last)} - {-1})
-        self._copied[slot] = self._write(node, work, f"copy:{way}", tuple(after), (*born, *made))
+        self._copied[slot] = self._write(node, work, f"copy:{way}", tuple(after), (*born, *begun))
         return last if last >= 0 else self._copied[slot]
 
     def _update(self, node: fx.Node, cost: Work | Collective | None) -> int:

@@ -279,11 +279,11 @@ def crossings(
 
 def _counted(crossing: Iterable[Crossing], kind: int) -> list[Crossing]:
     seen: Counter[tuple[int, int]] = Counter()
-    made = []
+    stages = []
     for one in crossing:
-        made.append(replace(one, place=seen[one.source, one.target], kind=kind))
+        stages.append(replace(one, place=seen[one.source, one.target], kind=kind))
         seen[one.source, one.target] += 1
-    return made
+    return stages
 
 
 def _crossing(

@@ -47,12 +47,12 @@ def inferred(node: fx.Node, value: Any) -> tuple[Any, dict[int, Size]]:
     # What lies in memory of an argument lies there still.
     lent = {one.storage for source in node.all_input_nodes for one in values_of(source)}
     sizes: dict[int, Size] = {}
-    made = []
+    symbols = []
     for one, tensor in zip(values, tensors, strict=True):
-        made.append(Value(tuple(tensor.shape), tensor.stride(), one.dtype, one.device, one.storage))
+        symbols.append(Value(tuple(tensor.shape), tensor.stride(), one.dtype, one.device, one.storage))
         if one.storage not in lent:
             sizes[one.storage] = tensor.untyped_storage().nbytes()
-    remaining = iter(made)
+    remaining = iter(symbols)
     return mapped_value(value, lambda _: next(remaining)), sizes
 
 

@@ -63,9 +63,9 @@ def recompute(
     are computed again for another part of the step, the place of the first node that uses the repetition. Raises
     GraphError for a storage that the backward pass does not use, or that cannot be computed again.
     """
-    made, _ = step.copied()
-    _Repeater(made, frozenset(storages), collectives, frozenset(kept), lates).repeat()
-    return trim(made)
+    copy, _ = step.copied()
+    _Repeater(copy, frozenset(storages), collectives, frozenset(kept), lates).repeat()
+    return trim(copy)
 
 
 def repeatable(
@@ -114,13 +114,13 @@ def regather(step: StepGraph, kept: Callable[[str], bool] = lambda module: False
 
     `kept` says of a module's name whether its weights stay.
     """
-    made, _ = step.copied()
-    repeater = _Repeater(made, frozenset(), "weights")
+    copy, _ = step.copied()
+    repeater = _Repeater(copy, frozenset(), "weights")
     made_in = {
-        value.storage: node.meta["module"] for node in reversed(list(made.nodes)) for value in values_of(node)
+        value.storage: node.meta["module"] for node in reversed(list(copy.nodes)) for value in values_of(node)
     }
     repeater.repeat_all(storage for storage in sorted(repeater.weights) if not kept(made_in[storage]))
-    return trim(made)
+    return trim(copy)
 
 
 def layers(

@@ -258,21 +258,21 @@ class AutoRequest:
     """Positions of a row."""
 
 
-def planned(asked: AutoRequest, world: int) -> Strategy:
+def planned(request: AutoRequest, world: int) -> Strategy:
     """The strategy that rank 0 chooses, on every rank; a collective.
 
     Raises IntegrationError, on every rank, for a model that has no config, rows of unknown length, and where nothing
     fits.
     """
-    config: Any = getattr(without_adapters(asked.model), "config", None)
-    if config is None or asked.length < 1:
+    config: Any = getattr(without_adapters(request.model), "config", None)
+    if config is None or request.length < 1:
         lacks = "no Transformers config" if config is None else "rows whose length is not known beforehand"
         raise IntegrationError(
             f"strategy: auto plans by the model's config and the length of rows, and there is {lacks}; write the axes"
         )
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        run = _run(asked, folder)
+        run = _run(request, folder)
         if world == 1:
             found = _chosen(run, world)
         else:
@@ -284,9 +284,9 @@ def planned(asked: AutoRequest, world: int) -> Strategy:
         return resolved(run, chosen["laid"]).strategy
 
 
-def _run(asked: AutoRequest, folder: str) -> RunConfig:
-    strategy = asked.strategy.model_dump(mode="json")
-    if "pipeline" in asked.strategy.axes.open:
+def _run(request: AutoRequest, folder: str) -> RunConfig:
+    strategy = request.strategy.model_dump(mode="json")
+    if "pipeline" in request.strategy.axes.open:
         # The trainer's own loop runs the steps, and it runs no stages.
         strategy.pop("pipeline", None)
         strategy["chosen"] = [key for key in strategy["chosen"] if not key.startswith("pipeline.")]
@@ -295,10 +295,10 @@ def _run(asked: AutoRequest, folder: str) -> RunConfig:
         {
             "version": 1,
             "out": folder,
-            "model": {"path": folder, "adapter": _adapter(asked.model)},
+            "model": {"path": folder, "adapter": _adapter(request.model)},
             # Only how long rows are is read of it.
-            "data": {"train": "python-stdlib", "sequence": asked.length},
-            "train": {"batch": asked.batch, "micro_batch": asked.rows},
+            "data": {"train": "python-stdlib", "sequence": request.length},
+            "train": {"batch": request.batch, "micro_batch": request.rows},
             "strategy": strategy,
         },
         source="strategy",

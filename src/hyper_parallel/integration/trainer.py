@@ -73,9 +73,9 @@ class SpreadTrainer(SpreadEvaluation):
         self._budget: Budget | None = None
         self._micro = 0
         self._rows_checked = False
-        asked = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if asked is not None:
-            check_arguments(asked)
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if arguments is not None:
+            check_arguments(arguments)
         super().__init__(*args, **kwargs)
         check_trainer(self)
         self._spread(self.model)
@@ -142,9 +142,9 @@ class SpreadTrainer(SpreadEvaluation):
 
         Raises IntegrationError for one whose update needs whole matrices, where they are split.
         """
-        made = self.optimizer is None
+        creates = self.optimizer is None
         found = create(*args, **kwargs)
-        if made:
+        if creates:
             on_local(self.optimizer, self._spread_model.handle)
         return found
 

@@ -162,10 +162,10 @@ def _memory(
         if is_wait(node):
             # What a collective was given stays until it is done.
             held |= storages_of(begun(node).all_input_nodes)
-        made = {storage for storage in storages_of([node]) if storage in own and storage not in seen}
-        seen |= made
-        makes.append(tuple(sorted((storage, own[storage].bytes) for storage in made)))
-        held = {storage for storage in held | made if storage in own and own[storage].died < len(nodes)}
+        fresh = {storage for storage in storages_of([node]) if storage in own and storage not in seen}
+        seen |= fresh
+        makes.append(tuple(sorted((storage, own[storage].bytes) for storage in fresh)))
+        held = {storage for storage in held | fresh if storage in own and own[storage].died < len(nodes)}
         uses.append(tuple(sorted(held)))
     return makes, uses
 
@@ -233,8 +233,8 @@ def _best(
     window: float,
 ) -> Chunked:
     def seconds(pieces: Chunked) -> float:
-        made = Chunks(pieces, pieces)(step) if pieces != WHOLE else step
-        jobs = jobs_of(Priced.of(made, sizes), prices).jobs
+        chunked = Chunks(pieces, pieces)(step) if pieces != WHOLE else step
+        jobs = jobs_of(Priced.of(chunked, sizes), prices).jobs
         return arrange(jobs, window=window, together=together, slowdown=prices.slowdown).seconds
 
     there = {found.kind for found in patterns(step)}

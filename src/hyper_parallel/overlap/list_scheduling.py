@@ -321,8 +321,8 @@ class _Arranging:
             self.memory.ran(self.jobs[at])
 
     def _fits(self, index: int) -> bool:
-        made = sum(size for _, size in self.jobs[index].makes)
-        return not made or self.memory.live.alive + made <= self.budget
+        allocated = sum(size for _, size in self.jobs[index].makes)
+        return not allocated or self.memory.live.alive + allocated <= self.budget
 
 
 class _Lanes:

@@ -113,8 +113,8 @@ class OrderSearch:
             self._in_pieces()
         self._found.sort(key=lambda one: one.tried.rank)
         self.tried = [one.tried for one in self._found]
-        made = [*self._usual(), *(self._simulated(one) for one in self._found[:_SIMULATED])]
-        return sorted(made, key=lambda one: one.timeline.step)
+        orders = [*self._usual(), *(self._simulated(one) for one in self._found[:_SIMULATED])]
+        return sorted(orders, key=lambda one: one.timeline.step)
 
     def made(self, tried: Tried) -> Ordered | None:
         """The step in an order that was tried on another one; None where it does not fit."""
@@ -184,7 +184,7 @@ class OrderSearch:
         room = self.room(tried.together)
         # Waits that come late cost least where links are shared; waits that come soon let go of memory.
         for patience in (math.inf, 1.0):
-            made = arrange(
+            arranged = arrange(
                 jobs.jobs,
                 window=tried.window,
                 budget=room - self.resident,
@@ -192,9 +192,9 @@ class OrderSearch:
                 slowdown=self._prices.slowdown,
                 patience=patience,
             )
-            held = made.bytes + self.resident
+            held = arranged.bytes + self.resident
             if held <= room:
-                return _Arranged(replace(tried, seconds=made.seconds, bytes=held), made, jobs)
+                return _Arranged(replace(tried, seconds=arranged.seconds, bytes=held), arranged, jobs)
         return None
 
     def _simulated(self, found: _Arranged) -> Ordered:

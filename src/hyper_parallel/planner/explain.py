@@ -92,11 +92,11 @@ def neighbours(before: Figures, question: Question, constants: Constants) -> lis
         return []
     rows = list(found.values())
     table = row.replaced(**{name: np.array([one[name] for one in rows]) for name in SPREAD})
-    made: dict[str, Neighbour] = {}
+    neighbours: dict[str, Neighbour] = {}
     for one in figures(table, estimate(table, constants)):
         change = _words(before, one)
-        made[change] = Neighbour(change, one)
-    return sorted(made.values(), key=lambda one: (one.figures.seconds, one.change))
+        neighbours[change] = Neighbour(change, one)
+    return sorted(neighbours.values(), key=lambda one: (one.figures.seconds, one.change))
 
 
 def _groups_of_changes(

@@ -134,7 +134,7 @@ def strategy_of(found: Figures, cluster: Cluster, layers: int, notes: list[str])
     """The section `strategy` of a run file, for a model of `layers` layers; what it cannot say is added to `notes`."""
     given = found.strategy
     axes = _axes(given)
-    made: dict[str, Any] = {"axes": axes}
+    section: dict[str, Any] = {"axes": axes}
     if given["expert"] != 1:
         axes["expert"] = given["expert"]
     if given["pipeline"] != 1:
@@ -144,20 +144,20 @@ def strategy_of(found: Figures, cluster: Cluster, layers: int, notes: list[str])
                 f"train has no schedule {given['schedule']} and takes one of its own (auto); `plan --runnable` keeps "
                 "to what it has"
             )
-        made["pipeline"] = {"schedule": schedule or AUTO}
+        section["pipeline"] = {"schedule": schedule or AUTO}
         if given["schedule"] == "interleaved":
-            made["pipeline"]["virtual"] = given["virtual"]
+            section["pipeline"]["virtual"] = given["virtual"]
     if given["sequence_parallel"] and given["tensor_x"] != 1:
-        made["sequence"] = True
+        section["sequence"] = True
     if given["context"] != 1:
-        made["context"] = {"method": given["method"]}
+        section["context"] = {"method": given["method"]}
     if cluster.node and cluster.node < found.devices:
         inside = {"node": cluster.node}
         if cluster.supernode and cluster.supernode < found.devices:
             inside["supernode"] = cluster.supernode
-        made["placement"] = {"devices": inside}
-    made["memory"] = _memory(given, layers)
-    return made
+        section["placement"] = {"devices": inside}
+    section["memory"] = _memory(given, layers)
+    return section
 
 
 def _axes(given: format.Strategy) -> dict[str, Any]:
@@ -170,14 +170,14 @@ def _axes(given: format.Strategy) -> dict[str, Any]:
 
 
 def _memory(given: format.Strategy, layers: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    section: dict[str, Any] = {}
     level = int(given["zero"])
     if level:
-        made["shard"] = LEVELS[level]
-    made["recompute"] = RECOMPUTES[str(given["recompute"])]
+        section["shard"] = LEVELS[level]
+    section["recompute"] = RECOMPUTES[str(given["recompute"])]
     if given["recompute"] == "full" and float(given["recomputed"]) < 1:
-        made["recompute_layers"] = _recomputed(given, layers)
-    return made
+        section["recompute_layers"] = _recomputed(given, layers)
+    return section
 
 
 def _recomputed(given: format.Strategy, layers: int) -> int | list[int]:

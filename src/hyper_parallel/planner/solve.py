@@ -119,8 +119,8 @@ def _with_fewer_axes(choice: Figures, question: Question, constants: Constants) 
         if degrees[axis] == 1 or axis in question.fix:
             continue
         without = {other: 1 for other, degree in degrees.items() if degree == 1 and other not in question.fix}
-        asked = replace(question, fix={**question.fix, **without, axis: 1})
-        found = within(asked, constants, choice.seconds * (1 + question.tie))
+        plainer = replace(question, fix={**question.fix, **without, axis: 1})
+        found = within(plainer, constants, choice.seconds * (1 + question.tie))
         if found is not None:
             return _with_fewer_axes(found, question, constants)
     return choice
@@ -132,10 +132,10 @@ def _plain(choice: Figures, question: Question, constants: Constants, most: floa
     for options in _settings(question):
         for option in options:
             some = {name: value for name, value in option.items() if name not in question.fix}
-            asked = replace(question, fix={**fixed, **some})
-            found = within(asked, constants, most) if some else None
+            plainer = replace(question, fix={**fixed, **some})
+            found = within(plainer, constants, most) if some else None
             if found is not None:
-                choice, fixed = found, dict(asked.fix)
+                choice, fixed = found, dict(plainer.fix)
                 break
     return choice
 
@@ -310,10 +310,10 @@ def curve(
 ) -> list[Found]:
     """The answers, in order."""
     found = []
-    asked = list(questions)
-    for place, question in enumerate(asked, 1):
+    remaining = list(questions)
+    for place, question in enumerate(remaining, 1):
         if progress is not None:
-            which = f" ({place} of {len(asked)})" if len(asked) > 1 else ""
+            which = f" ({place} of {len(remaining)})" if len(remaining) > 1 else ""
             progress(f"{question.devices:,} devices, {question.workload.sequence:,} tokens a sequence{which}")
         found.append(ask(question, constants))
     return found

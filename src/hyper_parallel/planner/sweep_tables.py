@@ -94,14 +94,14 @@ def lengths(points: Sequence[Found]) -> Answer:
         drop=("tokens/s", "MFU", "sequences"),
         note="as many tokens a step in all rows, as near as whole sequences come; tokens/s: of each device",
     )
-    asked = sorted(point.question.workload.sequence for point in points)
+    lengths = sorted(point.question.workload.sequence for point in points)
     fitting = [point.question.workload.sequence for point in points if point.fits]
     if not fitting:
         longest = "none of these lengths fits (estimated)"
-    elif max(fitting) == asked[-1]:
-        longest = f"{asked[-1]:,} tokens fit, the longest that was asked for; longer ones may fit as well (estimated)"
+    elif max(fitting) == lengths[-1]:
+        longest = f"{lengths[-1]:,} tokens fit, the longest that was asked for; longer ones may fit as well (estimated)"
     else:
-        more = min(length for length in asked if length > max(fitting))
+        more = min(length for length in lengths if length > max(fitting))
         longest = (
             f"the longest of these lengths that fits: {max(fitting):,} tokens; {more:,} do not (estimated)"
         )

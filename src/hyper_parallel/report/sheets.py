@@ -89,7 +89,7 @@ def facts(timeline: Timeline) -> list[Fact]:
 
 def sheets(timeline: Timeline) -> list[Sheet]:
     """The tables of time and of memory; empty ones are left out."""
-    made = [
+    facts = [
         _balance(timeline),
         _classes(timeline),
         _sums("time by phase", "phase", timeline.by_phase(), timeline.step, ordered=True),
@@ -99,7 +99,7 @@ def sheets(timeline: Timeline) -> list[Sheet]:
         *(_kinds(timeline, tier) for tier in timeline.trace.tiers),
         *(_alive(timeline, tier) for tier in timeline.trace.tiers),
     ]
-    return [sheet for sheet in made if sheet.rows]
+    return [sheet for sheet in facts if sheet.rows]
 
 
 def task_facts(timeline: Timeline) -> list[Fact]:
@@ -116,13 +116,13 @@ def task_facts(timeline: Timeline) -> list[Fact]:
 
 def task_sheets(timeline: Timeline) -> list[Sheet]:
     """The tables of a Timeline whose ops are tasks of pipeline stages: there are no kernels to count."""
-    made = [
+    facts = [
         _balance(timeline),
         _sums("time by phase", "phase", timeline.by_phase(), timeline.step, ordered=True),
         *(_kinds(timeline, tier) for tier in timeline.trace.tiers),
         *(_alive(timeline, tier) for tier in timeline.trace.tiers),
     ]
-    return [sheet for sheet in made if sheet.rows]
+    return [sheet for sheet in facts if sheet.rows]
 
 
 def _balance(timeline: Timeline) -> Sheet:

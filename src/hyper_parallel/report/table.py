@@ -130,15 +130,15 @@ def fitting(sheet: Sheet, width: int) -> tuple[Sheet, list[str]]:
 def _grid(sheet: Sheet, width: int):  # type: ignore[no-untyped-def]
     from rich.table import Table
 
-    made = Table(pad_edge=False)
+    table = Table(pad_edge=False)
     widths = _widths(sheet, width)
     for at, (column, wide) in enumerate(zip(sheet.columns, widths, strict=True)):
-        made.add_column(column, justify="left" if at < sheet.left else "right", overflow="fold", width=wide)
+        table.add_column(column, justify="left" if at < sheet.left else "right", overflow="fold", width=wide)
     for row in sheet.rows:
         if row[0] in ("sum", "step"):
-            made.add_section()
-        made.add_row(*_plain(tuple(map(_in_lines, row, widths))))
-    return made
+            table.add_section()
+        table.add_row(*_plain(tuple(map(_in_lines, row, widths))))
+    return table
 
 
 def _in_lines(text: str, width: int | None) -> str:

@@ -30,13 +30,13 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
     plain = time_schedule(schedule, costs)
     best, shortest = schedule, plain.makespan * _PAYS
     for pairs in _candidates(schedule, costs, plain):
-        made = replace(schedule, pairs=pairs)
+        paired = replace(schedule, pairs=pairs)
         try:
-            makespan = time_schedule(made, costs).makespan
+            makespan = time_schedule(paired, costs).makespan
         except DeadlockError:
             continue
         if makespan < shortest:
-            best, shortest = made, makespan
+            best, shortest = paired, makespan
     return best
 
 

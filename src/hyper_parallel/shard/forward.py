@@ -114,7 +114,7 @@ def documents_known(several: bool) -> Iterator[None]:
     """Inside, rows hold `several` documents, or one each, and no values are looked at to find out."""
     import transformers.masking_utils as masks
 
-    asked = masks.find_packed_sequence_indices, masks.is_tracing
+    functions = masks.find_packed_sequence_indices, masks.is_tracing
     masks.find_packed_sequence_indices = lambda positions: begins(positions).cumsum(-1) if several else None
     # Transformers takes fake tensors for a compilation, in which it builds masks that a run does not.
     masks.is_tracing = lambda tensor=None: False
@@ -122,7 +122,7 @@ def documents_known(several: bool) -> Iterator[None]:
         with replace(current_step(), documents=several).installed():
             yield
     finally:
-        masks.find_packed_sequence_indices, masks.is_tracing = asked
+        masks.find_packed_sequence_indices, masks.is_tracing = functions
 
 
 def begins(positions: Tensor) -> Tensor:

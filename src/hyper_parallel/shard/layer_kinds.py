@@ -69,15 +69,15 @@ def with_layers(
     parent = model.get_submodule(parent_name)
     try:
         setattr(parent, own, nn.ModuleList(layers[index] for index in keep))
-        made = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     finally:
         setattr(parent, own, layers)
-    config: Any = text_config(made)
+    config: Any = text_config(copied)
     if config is not None:
         for key, values in _per_layer(config, len(layers)).items():
             setattr(config, key, [values[index] for index in keep])
         config.num_hidden_layers = len(keep)
-    return made, _renamed(model, plan, strategy, keep)
+    return copied, _renamed(model, plan, strategy, keep)
 
 
 def _renamed(model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[int]) -> Strategy:

@@ -184,8 +184,8 @@ class ProcessMesh(Mapping[str, Axis]):
         """The process group of this rank, of groups that all ranks make together."""
         mine = dist.get_rank()
         wanted = groups if self._of_all_ranks else [ranks for ranks in groups if mine in ranks]
-        made = [(self._new_group(ranks), ranks) for ranks in wanted]
-        group, ranks = next(pair for pair in made if mine in pair[1])
+        groups_made = [(self._new_group(ranks), ranks) for ranks in wanted]
+        group, ranks = next(pair for pair in groups_made if mine in pair[1])
         self._note(str(group.group_name), axis, ranks)
         return group
 

@@ -147,8 +147,8 @@ class GatherBoundaries(SavedGathers):
         """As `SavedGathers.weight`."""
 
         def kept() -> Tensor:
-            self.gathered.append(made := make())
-            return made
+            self.gathered.append(tensor := make())
+            return tensor
 
         return super().weight(key, kept).detach()
 

@@ -154,16 +154,18 @@ class RunCheckpoints:
         return resumed, notes
 
     def _chosen(self) -> _Choice:
-        asked, group = self._config.checkpoint.resume_from, _group(self._handle)
+        resume_from, group = self._config.checkpoint.resume_from, _group(self._handle)
         found = None
-        if asked is None or self._rewound_before():
+        if resume_from is None or self._rewound_before():
             found = newest(self._folder, group=group)
             skipped = found.skipped if found is not None else ()
             notes = [f"passed over {path.name}: {reason}" for path, reason in skipped]
-            if asked is not None:
-                notes.append(f"this very run was taken back to step {asked} before, and goes on from there")
+            if resume_from is not None:
+                notes.append(
+                    f"this very run was taken back to step {resume_from} before, and goes on from there"
+                )
             return _Choice(found, notes, rewound=False)
-        found = of_step(self._folder, asked, group=group)
+        found = of_step(self._folder, resume_from, group=group)
         return _Choice(
             found, [f"passed over {path.name}: {reason}" for path, reason in found.skipped], rewound=True
         )

@@ -197,8 +197,8 @@ class StepLoop:
 
 def _requests(interval: SaveInterval) -> stop.Requests:
     """Requests to this rank, and its own: a checkpoint also when its time has come."""
-    asked = stop.requests()
-    return asked._replace(save=asked.save or interval.elapsed())
+    requests = stop.requests()
+    return requests._replace(save=requests.save or interval.elapsed())
 
 
 class StopVote:
@@ -211,8 +211,8 @@ class StopVote:
 
     def __call__(self) -> bool:
         """Whether some rank was asked to stop. A collective of the hosts."""
-        asked = torch.tensor(float(stop_requested()))
+        vote = torch.tensor(float(stop_requested()))
         if self._world > 1:
-            dist.all_reduce(asked)
-        self.stopping = asked.item() > 0
+            dist.all_reduce(vote)
+        self.stopping = vote.item() > 0
         return self.stopping

@@ -284,8 +284,8 @@ class Latents:
         found = [x[0, :, :count].contiguous() for x in (keys, values)]
         if self.linear is None:
             row = torch.cat([first[-1], second[-1]])
-            made = (x[0, :, count] for x in (keys, values))
-            self.linear = all(_is_product(row, matrix, x) for matrix, x in zip(found, made, strict=True))
+            results = (x[0, :, count] for x in (keys, values))
+            self.linear = all(_is_product(row, matrix, x) for matrix, x in zip(found, results, strict=True))
         if not self.linear:
             return None
         if self._one_in_values is None:

@@ -298,18 +298,18 @@ class FolderSource:
     def rest(self, units: list[Unit], device: torch.device) -> None:
         """As `WeightSource`."""
         away = {part.name for unit in units for part in unit.parts}
-        made: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for name, parameter in self._model.named_parameters():
             if name not in away:
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                 _read(self._found[name], 0, len(value) if value.dim() else 0, value)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=False)
+                parameters[id(parameter)] = nn.Parameter(value, requires_grad=False)
         buffers = {name for name, _ in self._model.named_buffers()}
         drawn = dict(initial_values(self._model, 0, buffers - self._found.keys()))
         for path, module in self._model.named_modules():
             for own, old in module._parameters.items():
-                if old is not None and id(old) in made:
-                    module._parameters[own] = made[id(old)]
+                if old is not None and id(old) in parameters:
+                    module._parameters[own] = parameters[id(old)]
             for own, buffer in module._buffers.items():
                 if buffer is not None:
                     name = f"{path}.{own}" if path else own

@@ -85,9 +85,9 @@ class HyperParallelArguments:
             if name not in known:
                 hint = nearest(str(name), known) or f"; the fields are {', '.join(known)}"
                 raise IntegrationError(f"{source}: unknown field {str(name)!r}{hint}")
-        made = cls(**given)
-        made.validate(source)
-        return made
+        arguments = cls(**given)
+        arguments.validate(source)
+        return arguments
 
     @classmethod
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:

@@ -62,8 +62,8 @@ def _groups(size: int) -> tuple[dist.ProcessGroup, ...]:
         raise IntegrationError(
             f"cp_size {size} does not divide the number of workers, {world}; start a multiple of {size} workers"
         )
-    made = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return tuple(made)
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return tuple(groups)
 
 
 def cp_prepare_model(model: nn.Module, accelerator: Any, hp_args: Any) -> nn.Module:

@@ -230,9 +230,9 @@ def _of_others(own: Callable[[Iterable[Any]], bool]) -> Callable[[Iterable[Any]]
     """`own`, which does not hold for gradients of prepared models."""
 
     def has_mixed_dtensor(gradients: Iterable[Any]) -> bool:
-        asked = list(gradients)
+        targets = list(gradients)
         prepared = {id(p.grad) for model in _spreads for p in model.parameters() if p.grad is not None}
-        return not any(id(gradient) in prepared for gradient in asked) and own(asked)
+        return not any(id(gradient) in prepared for gradient in targets) and own(targets)
 
     has_mixed_dtensor._hyper_parallel = True  # type: ignore[attr-defined]
     return has_mixed_dtensor

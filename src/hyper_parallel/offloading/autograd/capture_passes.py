@@ -152,13 +152,13 @@ def capture_passes(call: ModelCall, settings: PassSettings) -> Passes:
 
     Guards are evaluated on the call's tensors. Raises CaptureError where the passes cannot be captured.
     """
-    made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+    tensors: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
     try:
-        passes = _capture_passes(call, settings, made)
+        passes = _capture_passes(call, settings, tensors)
     except BaseException:
         call.state.clear_caches()
         raise
-    check_released(made, call.state)
+    check_released(tensors, call.state)
     return passes
 
 
@@ -222,8 +222,8 @@ def _capture_passes(
 
 
 def _empty(like: Tensor) -> Tensor:
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return made.requires_grad_(like.requires_grad)
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return empty.requires_grad_(like.requires_grad)
 
 
 class _Body:

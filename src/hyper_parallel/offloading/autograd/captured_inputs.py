@@ -243,14 +243,14 @@ def check_written(step: StepGraph, state: Snapshot, call: CallSignature) -> None
             )
 
 
-def check_released(made: weakref.WeakValueDictionary[int, Tensor], state: Snapshot) -> None:
+def check_released(tensors: weakref.WeakValueDictionary[int, Tensor], state: Snapshot) -> None:
     """Raises CaptureError where somebody still holds a tensor of the capture, which has no values."""
     torch.clear_autocast_cache()
-    if not len(made):
+    if not len(tensors):
         return
     state.clear_caches()
     gc.collect()
-    remaining = list(made.values())
+    remaining = list(tensors.values())
     if not remaining:
         return
     # It comes after what it was computed from, which autograd keeps with it.

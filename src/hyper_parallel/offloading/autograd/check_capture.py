@@ -231,11 +231,11 @@ class Check:
         """Gradients of results: 1 for a number; else drawn, of norm 1, the same for results of the same shape."""
         found = []
         for x in through:
-            made = torch.ones_like(x, memory_format=torch.contiguous_format)
+            gradient = torch.ones_like(x, memory_format=torch.contiguous_format)
             if x.dim():
                 drawn = torch.Generator(self._device).manual_seed(SEED)
-                made.bernoulli_(0.5, generator=drawn).mul_(2).sub_(1).div_(math.sqrt(max(x.numel(), 1)))
-            found.append(made.detach())
+                gradient.bernoulli_(0.5, generator=drawn).mul_(2).sub_(1).div_(math.sqrt(max(x.numel(), 1)))
+            found.append(gradient.detach())
         return found
 
     # What is as before when it is over.

@@ -344,8 +344,8 @@ class Offloaded:
         )
 
 
-def _digest(made: tuple[Ready, CallSignature]) -> bytes:
-    return made[0].program
+def _digest(ready: tuple[Ready, CallSignature]) -> bytes:
+    return ready[0].program
 
 
 def _has_gradient(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -164,7 +164,7 @@ T = TypeVar("T")
 def agreed(
     handle: ShardedModel | None,
     make: Callable[[], T],
-    digest: Callable[[T], bytes] = lambda made: bytes(DIGEST),
+    digest: Callable[[T], bytes] = lambda result: bytes(DIGEST),
 ) -> T:
     """Return what `make` returns on this rank, once it has succeeded on every rank.
 
@@ -175,10 +175,10 @@ def agreed(
     """
     if handle is None or handle.mesh.world == 1:
         return make()
-    made, error, own = [], None, bytes(DIGEST)
+    result, error, own = [], None, bytes(DIGEST)
     try:
-        made.append(make())
-        own = digest(made[0])
+        result.append(make())
+        own = digest(result[0])
     # The other ranks learn of any error before it is raised here.
     except Exception as raised:
         error = raised
@@ -203,7 +203,7 @@ def agreed(
             "something else, on some workers than on others, so that their graphs would exchange different tensors; "
             "have every worker run the same code, or train it without hp.offload and lowering='traceable'"
         )
-    return made[0]
+    return result[0]
 
 
 def program_digest(step: StepGraph) -> bytes:

@@ -77,8 +77,8 @@ class _Order:
         self._sizes, self._recompute = sizes, recompute
 
     def __call__(self, step: StepGraph, setting: int, refused: bool) -> StepGraph:
-        made = cluster_uses(step, self._sizes, backwards=setting == 2)
-        return narrow(made, self._sizes) if self._recompute else made
+        clustered = cluster_uses(step, self._sizes, backwards=setting == 2)
+        return narrow(clustered, self._sizes) if self._recompute else clustered
 
 
 class _Again:
@@ -107,8 +107,8 @@ def changes(before: StepGraph, after: StepGraph, problem: Problem) -> tuple[str,
         if node.meta["recomputed"] and node.name not in there
     ]
     if repeated:
-        made = {value.storage for _, node in repeated for value in values_of(node)}
-        again = [problem.by_storage[storage] for storage in made if storage >= len(before.storages)]
+        recomputed = {value.storage for _, node in repeated for value in values_of(node)}
+        again = [problem.by_storage[storage] for storage in recomputed if storage >= len(before.storages)]
         seconds = sum(problem.starts[at + 1] - problem.starts[at] for at, _ in repeated)
         found.append(
             f"{len(again)} storages ({format_bytes(sum(held.bytes for held in again))}) computed again in "
@@ -219,8 +219,8 @@ def _narrower(step: StepGraph, nodes: list[fx.Node], problem: Problem, wanted: S
     bytes_of = {held.storage: held.bytes for held in problem.held}
     found = set()
     for node in nodes:
-        made = {value.storage for value in values_of(node)} - touched(node)
-        for storage in made & wanted:
+        fresh = {value.storage for value in values_of(node)} - touched(node)
+        for storage in fresh & wanted:
             found |= {
                 source
                 for source in touched(node) - wanted

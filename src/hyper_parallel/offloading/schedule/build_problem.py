@@ -175,10 +175,10 @@ def _uses(nodes: list[fx.Node]) -> tuple[dict[int, list[tuple[int, int]]], dict[
         if isinstance(value, Value):
             named.setdefault(value.storage, at)
     for at, node in enumerate(nodes):
-        made, given = {value.storage for value in values_of(node)}, touched(node)
-        for storage in given | made:
+        fresh, given = {value.storage for value in values_of(node)}, touched(node)
+        for storage in given | fresh:
             uses[storage].append((at, max(ends.get(node, at), named.get(storage, at))))
-        for storage in writes(node) | (made - given):
+        for storage in writes(node) | (fresh - given):
             changed[storage].add(at)
     return uses, changed
 

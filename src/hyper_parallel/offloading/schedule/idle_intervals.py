@@ -172,7 +172,7 @@ def gaps_of(problem: Problem) -> Gaps:
         gaps, opens = held.gaps(n), held.opens(n)
         if not held.movable or not gaps:
             continue
-        turns, made, clean = _versions(held, len(gaps))
+        turns, version_count, clean = _versions(held, len(gaps))
         for index, ((after, used), begins, (version, turn)) in enumerate(
             zip(gaps, opens, turns, strict=True)
         ):
@@ -189,7 +189,7 @@ def gaps_of(problem: Problem) -> Gaps:
                         *(versions + version, turn, clean, must is not None, returns),
                     )
                 )
-        versions += made
+        versions += version_count
     columns = np.array(rows, dtype=np.int64).reshape(len(rows), 13).T.copy()
     never_written, must_be, returning = (column.astype(bool) for column in columns[10:])
     out = _seconds([space.out for space in problem.spaces], columns[2])

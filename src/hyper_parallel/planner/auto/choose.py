@@ -106,7 +106,7 @@ def choose(
         place = min(range(len(few)), key=lambda at: plain[at].weighted(few[at].found.seconds))
         return _beside_other_kind(plain[place], place, listed, predictions)
     near = CLOSE * timed[0][0]
-    made = [
+    choices = [
         replace(
             _beside_other_kind(_choice(few[place], one.seconds, cluster, world), place, listed, predictions),
             peak=one.peak or 0.0,
@@ -114,7 +114,7 @@ def choose(
         for seconds, place, one in timed
         if seconds <= near
     ]
-    return _with_close(made)
+    return _with_close(choices)
 
 
 def _by_estimates(plain: Sequence[Choice], listed: Shortlist) -> Choice:
@@ -128,12 +128,12 @@ def _by_estimates(plain: Sequence[Choice], listed: Shortlist) -> Choice:
     near = CLOSE * listed.few[order[0]].found.seconds
     data = [at for at in order if _data_only(listed.few[at])]
     close = [at for at in order if listed.few[at].found.seconds <= near]
-    made = []
+    choices = []
     for at in dict.fromkeys([order[0], *data, *close]):
         found = listed.few[at].found
         one = _beside_other_kind(plain[at], at, listed, [])
-        made.append(replace(one, peak=found.peak + found.on_host))
-    return _with_close(made)
+        choices.append(replace(one, peak=found.peak + found.on_host))
+    return _with_close(choices)
 
 
 def _data_only(one: Candidate) -> bool:
@@ -142,12 +142,12 @@ def _data_only(one: Candidate) -> bool:
     return axes in ({"replicate"}, {"shard"})
 
 
-def _with_close(made: Sequence[Choice]) -> Choice:
+def _with_close(choices: Sequence[Choice]) -> Choice:
     """The first, with the others as close to it: the first of each set of degrees before what is left."""
     first: dict[str, Choice] = {}
-    for one in made:
+    for one in choices:
         first.setdefault(degrees(one.laid), one)
-    rest = [one for one in made if all(one is not other for other in first.values())]
+    rest = [one for one in choices if all(one is not other for other in first.values())]
     best, *others = [*first.values(), *rest]
     return replace(best, close=tuple(others))
 

@@ -180,9 +180,15 @@ def _plans(question: GenerationQuestion, say: Callable[[str], None]) -> Iterator
         budget, tiers = budgets(question, cluster)
         for settings in _settings(question):
             some = True
-            asked = SplitQuestion(model, cluster, question.work, settings, budget, tiers)
+            split_question = SplitQuestion(model, cluster, question.work, settings, budget, tiers)
             yield GenerationPlan(
-                tensor, expert, replicate, settings, question.work, asked, choose_split(asked)
+                tensor,
+                expert,
+                replicate,
+                settings,
+                question.work,
+                split_question,
+                choose_split(split_question),
             )
     if not some:
         raise ConfigError(problems[0] if problems else "no axes divide the devices")

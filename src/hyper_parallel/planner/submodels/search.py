@@ -194,16 +194,16 @@ def best(
             break
         steps: list[Step] = []
         for rows in task.steps:
-            made = step(task, one, rows)
-            if made is None:
+            outcome = step(task, one, rows)
+            if outcome is None:
                 break
-            steps.append(made)
+            steps.append(outcome)
         if len(steps) < len(task.steps):
             continue
         found.tried += 1
-        seconds = sum(made.seconds for made in steps)
+        seconds = sum(outcome.seconds for outcome in steps)
         if seconds < found.seconds * len(steps):
-            busy = sum(made.busy for made in steps)
+            busy = sum(outcome.busy for outcome in steps)
             found.sizes, found.seconds, found.steps = one, seconds / len(steps), steps
             found.bubbles = 1 - busy / (task.devices * seconds)
     return found

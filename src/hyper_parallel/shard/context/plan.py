@@ -158,17 +158,17 @@ def _here(heads: Heads, tensor: int) -> tuple[int, int]:
 def _method(
     strategy: Strategy, heads: list[tuple[int, int]]
 ) -> tuple[Literal["ring", "ulysses", "hybrid"], int]:
-    size, asked, given = strategy.axes.context, strategy.context.method, strategy.context.ulysses
+    size, method, given = strategy.axes.context, strategy.context.method, strategy.context.ulysses
     query, pairs = (math.gcd(*(here[i] for here in heads)) for i in (0, 1))
     if given is not None and size % given:
         raise StrategyError(
             f"context.ulysses is {given}, which does not divide axes.context = {size}; use a divisor"
         )
     by_pairs = max(u for u in range(1, size + 1) if size % u == 0 and pairs % u == 0)
-    ulysses = {"ring": 1, "ulysses": size, "auto": by_pairs, "hybrid": given or by_pairs}[asked]
+    ulysses = {"ring": 1, "ulysses": size, "auto": by_pairs, "hybrid": given or by_pairs}[method]
     if query % ulysses:
         raise StrategyError(
-            f"context.method {asked}: Ulysses over {ulysses} ranks needs a multiple of {ulysses} query heads, and "
+            f"context.method {method}: Ulysses over {ulysses} ranks needs a multiple of {ulysses} query heads, and "
             f"a rank has {query}; use method: ring, or hybrid with a smaller ulysses"
         )
     if ulysses == size:

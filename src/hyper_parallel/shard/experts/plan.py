@@ -134,8 +134,8 @@ class _ExpertsPlanner:
         sizes = [
             n * p.element_size() for p in module._parameters.values() if p is not None for n in p.shape[1:]
         ]
-        asked = getattr(self.draft.config, "_experts_implementation", None)
-        return asked == "grouped_mm" and any(size % 16 for size in sizes)
+        implementation = getattr(self.draft.config, "_experts_implementation", None)
+        return implementation == "grouped_mm" and any(size % 16 for size in sizes)
 
     def _replicas(self, found: list[str]) -> dict[str, tuple[int, ...]]:
         replicas: dict[str, tuple[int, ...]] = {}

@@ -126,9 +126,9 @@ def _probed(core: Any, router_logits: bool) -> OwnTerms:
     )
     run.__kwdefaults__ = forward.__kwdefaults__
     zeros = torch.zeros(1, 2, dtype=torch.int64)
-    asked = {"output_router_logits": True} if router_logits else {}
+    options = {"output_router_logits": True} if router_logits else {}
     with _NoCrossEntropy():
-        loss = run(probe, input_ids=zeros, labels=zeros, **asked).loss
+        loss = run(probe, input_ids=zeros, labels=zeros, **options).loss
     if not loss.requires_grad:
         return OwnTerms()
     coefficient, of_logits = torch.autograd.grad(loss, [balancing.variable, logits], allow_unused=True)

@@ -211,8 +211,8 @@ def _losses(
     next_token[:, -1] = IGNORED
     owner = subject.copied(precise=precise)
     # As its user calls it: it numbers positions itself.
-    asked = {"output_router_logits": True} if asks_for_router_logits(owner) else {}
-    output = call(owner, ids, None, labels=next_token if shifted else labels, **asked)
+    options = {"output_router_logits": True} if asks_for_router_logits(owner) else {}
+    output = call(owner, ids, None, labels=next_token if shifted else labels, **options)
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise _NoOwner("its forward pass takes labels and returns no loss")

@@ -261,11 +261,11 @@ def _live(kinds: Sequence[Layer], hidden: int, size: int) -> tuple[tuple[Affine,
     for layer in kinds:
         before = Affine()
         for op in layer.ops:
-            made = op.fresh
+            fresh = op.fresh
             if op.role == "attention" and layer.attention is not None:
-                made = Affine(0, size * layer.attention.heads * layer.attention.value)
-            found.append((made, before))
-            before = made
+                fresh = Affine(0, size * layer.attention.heads * layer.attention.value)
+            found.append((fresh, before))
+            before = fresh
         found.append((Affine(), before))
     return tuple(found)
 
