@@ -60,7 +60,7 @@ def explain(
     groups: dict[Any, list[tuple[Where, str, str]]] = {}
     for number, detail in enumerate(error.errors()):
         where, choice = _where(detail, data, kinds)
-        message = _told(detail, model, where)
+        message = _message_of(detail, model, where)
         groups.setdefault(number if choice is None else choice, []).append((where, *message))
     lines: list[str] = []
     more = 0
@@ -109,7 +109,7 @@ def _where(detail: Any, data: Any, kinds: Kinds) -> tuple[Where, Where | None]:
     return tuple(where), choice
 
 
-def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
+def _message_of(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
     """The requirement, and the actual value as `` (got …)`` or nothing."""
     kind, context, given = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "unknown_key":

@@ -13,7 +13,7 @@ from hyper_parallel.data import tokenizer as tokenizers
 from hyper_parallel.data.corpus import Corpus, corpora
 from hyper_parallel.data.document import Chat, Document, is_held_out
 from hyper_parallel.data.media import NAMES
-from hyper_parallel.data.multimodal import Found, MultimodalData
+from hyper_parallel.data.multimodal import DataSources, MultimodalData
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.packing import PackedText
 from hyper_parallel.data.processor import has_processor
@@ -185,8 +185,8 @@ def load_data(
     if folder is None or not kinds:
         why = _no_media(config, model, family, kinds)
         return TextData(config, seed=seed, positions=positions, model=model, no_media=why)
-    train = Found.of(config, "train", family, kinds)
-    held_out = None if config.eval is None else Found.of(config, "eval", family, kinds)
+    train = DataSources.of(config, "train", family, kinds)
+    held_out = None if config.eval is None else DataSources.of(config, "eval", family, kinds)
     if train.media is None and (held_out is None or held_out.media is None):
         return TextData(config, seed=seed, positions=positions, model=model)
     check_positions(config, positions)

@@ -263,8 +263,8 @@ class MultimodalData:
         tokenizer: Tokenizer,
         *,
         seed: int,
-        train: Found,
-        held_out: Found | None,
+        train: DataSources,
+        held_out: DataSources | None,
     ) -> None:
         """`folder`: of the processor. Raises ConfigError and DataError."""
         template = config.tokenizer.chat_template
@@ -309,7 +309,7 @@ class MultimodalData:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DataSources:
     """Sources with the digests of their text and of the media that they name."""
 
     sources: list[Source]
@@ -317,7 +317,7 @@ class Found:
     media: MediaDigests | None
 
     @classmethod
-    def of(cls, config: DataConfig, key: str, family: str, kinds: Collection[str]) -> Found:
+    def of(cls, config: DataConfig, key: str, family: str, kinds: Collection[str]) -> DataSources:
         """The sources of `data.<key>`, for a model `family` that takes media of these `kinds`. Raises DataError."""
         sources = find(getattr(config, key), config.format, key)
         return cls(sources, digests(sources), media_digests(sources, key, family, kinds))

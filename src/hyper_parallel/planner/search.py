@@ -51,7 +51,7 @@ PRUNED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The best strategies of a question, and what the search did."""
 
     question: Question
@@ -95,11 +95,11 @@ def score(found: Figures, question: Question) -> float:
     return found.seconds * (question.devices if question.objective == "cost" else 1)
 
 
-def search(question: Question, constants: Constants, tie: float = 0.0) -> Found:
+def search(question: Question, constants: Constants, tie: float = 0.0) -> SearchResult:
     """The best strategies of a question; none where nothing fits, and then what takes the least memory.
 
-    `tie`: a share of the best step's time; `Found.ties` has each set of degrees whose step takes at most that much
-    longer. Raises ConfigError where no strategy is legal.
+    `tie`: a share of the best step's time; `SearchResult.ties` has each set of degrees whose step takes at most that
+    much longer. Raises ConfigError where no strategy is legal.
     """
     began = time.perf_counter()
     branches = _Search(question, constants, tie=tie)
@@ -109,7 +109,7 @@ def search(question: Question, constants: Constants, tie: float = 0.0) -> Found:
     smallest = None
     if not best:
         smallest = _Search(replace(question, objective="memory", top=1), constants, bounded=False).run()[0]
-    return Found(
+    return SearchResult(
         question=question,
         best=best,
         counted=branches.counted,

@@ -21,7 +21,7 @@ from hyper_parallel.planner.explain import Explanation, explain
 from hyper_parallel.planner.metrics import Figures, Simulated, figures
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
 from hyper_parallel.planner.run_file import PlannedRunFile, memory_budget, planned_run_file, user_strategy
-from hyper_parallel.planner.search import Found, search, within
+from hyper_parallel.planner.search import SearchResult, search, within
 from hyper_parallel.planner.space import left_out
 from hyper_parallel.planner.table import SPREAD, Table
 from hyper_parallel.units import format_bytes
@@ -54,7 +54,7 @@ PARTS = (1, 2, 4, 8)
 """Parts of the model on a stage of a pipeline, that more are not chosen for."""
 
 
-def simplest(question: Question, constants: Constants) -> Found:
+def simplest(question: Question, constants: Constants) -> SearchResult:
     """The best strategies of a question, of those that tie (`Question.tie`) the simplest first, if a tie is asked for.
     Errors are those of `search`."""
     if question.objective == "memory" or not question.tie:
@@ -161,7 +161,7 @@ class NothingFitsError(ConfigError):
 class Solved:
     """A question with its best strategies, and what they are compared with."""
 
-    found: Found
+    found: SearchResult
     why: Explanation
     """Why the first of the best is that."""
     files: Sequence[PlannedRunFile]
@@ -253,7 +253,7 @@ def _undivided(question: Question) -> list[str]:
     ]
 
 
-def nothing_fits(subject: str, found: Found, needs: str, helps: Sequence[str]) -> NothingFitsError:
+def nothing_fits(subject: str, found: SearchResult, needs: str, helps: Sequence[str]) -> NothingFitsError:
     """The error of a question for which nothing fits: what the smallest strategy needs, and what would help."""
     least = found.smallest
     assert least is not None
@@ -264,7 +264,7 @@ def nothing_fits(subject: str, found: Found, needs: str, helps: Sequence[str]) -
     )
 
 
-def _nothing_fits(found: Found, constants: Constants) -> NothingFitsError:
+def _nothing_fits(found: SearchResult, constants: Constants) -> NothingFitsError:
     question, least = found.question, found.smallest
     assert least is not None
     devices = question.devices
@@ -296,18 +296,18 @@ def _nothing_fits(found: Found, constants: Constants) -> NothingFitsError:
 Progress = Callable[[str], None]
 
 
-def ask(question: Question, constants: Constants) -> Found:
+def ask(question: Question, constants: Constants) -> SearchResult:
     """Answer a question for which there may be no legal strategy, or none that fits; `reason` says which."""
     try:
         found = simplest(question, constants)
     except ConfigError as error:
-        return Found(question=question, reason=str(error))
+        return SearchResult(question=question, reason=str(error))
     return found if found.fits else replace(found, reason="no strategy fits")
 
 
 def curve(
     questions: Iterable[Question], constants: Constants, progress: Progress | None = None
-) -> list[Found]:
+) -> list[SearchResult]:
     """The answers, in order."""
     found = []
     remaining = list(questions)
@@ -319,7 +319,7 @@ def curve(
     return found
 
 
-def fewest(question: Question, constants: Constants, progress: Progress | None = None) -> Found | None:
+def fewest(question: Question, constants: Constants, progress: Progress | None = None) -> SearchResult | None:
     """The least number of devices on which something fits: exact among whole nodes, and below a node among all.
 
     Doubled from one device until something fits; then every whole node between that and its half is asked, in turn.

@@ -66,7 +66,7 @@ def text(records: Sequence[Mapping[str, Any]]) -> str:
         "estimated",
         _line(("row", "model", "hardware", "step", "tokens/s", "90% interval", "MFU", "peak", "")),
     ]
-    lines += [_told(one) for one in records]
+    lines += [_row_line(one) for one in records]
     without = sum("unsupported" in one for one in records)
     lines.append(
         f"{len(records) - without} of {len(records)} rows; tokens/s are those of one device, GB are 10⁹ bytes"
@@ -74,7 +74,7 @@ def text(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _told(one: Mapping[str, Any]) -> str:
+def _row_line(one: Mapping[str, Any]) -> str:
     head = (one["row_id"] or f"line {one['line']}", one["model"], one["hardware"])
     if "unsupported" in one:
         return _line((*head, f"unsupported: {one['unsupported']}"))
