@@ -18,8 +18,9 @@ from hyper_parallel.program import (
     Task,
     TaskKind,
     Wait,
+    to_program,
 )
-from hyper_parallel.schedule import Action, Schedule, to_program
+from hyper_parallel.schedule import Action, Schedule
 
 Edges = Mapping[tuple[int, int], int]
 """(stage that gives, later stage that takes) to the number of ports."""

@@ -27,9 +27,10 @@ from hyper_parallel.program import (
     Task,
     Wait,
     find_defects,
+    to_program,
     verify,
 )
-from hyper_parallel.schedule import Action, Schedule, to_program
+from hyper_parallel.schedule import Action, Schedule
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])

@@ -30,7 +30,7 @@ from hyper_parallel.trace import Timeline
 from hyper_parallel.workload import flops_of_model
 
 DEPTH = 2
-"""Receives of a value that a group has posted at once (`schedule.to_program`)."""
+"""Receives of a value that a group has posted at once (`program.to_program`)."""
 _NORM_BYTES = 64
 """Of the sum over all ranks that a step ends with: the norm, the loss and what else is told."""
 

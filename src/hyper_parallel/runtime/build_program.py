@@ -9,7 +9,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Partition, Stage
 from hyper_parallel.layout import Layout
-from hyper_parallel.program import DeviceGroup, Port, Program, Task, TaskKind, verify
+from hyper_parallel.program import DeviceGroup, Port, Program, Task, TaskKind, to_program, verify
 from hyper_parallel.schedule import (
     Costs,
     Schedule,
@@ -17,7 +17,6 @@ from hyper_parallel.schedule import (
     auto_schedule,
     named_schedule,
     time_schedule,
-    to_program,
     with_pairs,
     with_steady_pairs,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Schedule
 from hyper_parallel.schedule.one_f_one_b import (
     gpipe,
     interleaved,
@@ -14,7 +15,6 @@ from hyper_parallel.schedule.one_f_one_b import (
     zb_h2,
 )
 from hyper_parallel.schedule.pairs import with_steady_pairs
-from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.schedule.v_shaped import dual_pipe_v, v_half, v_min, zb_v
 from hyper_parallel.strategy import Strategy, recomputed_layers
 from hyper_parallel.strategy.axes import AUTO

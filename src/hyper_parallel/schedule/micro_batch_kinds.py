@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.schedule import Action, Schedule
 
 Edges = Mapping[tuple[int, int], float]
 """(stage that gives, stage that takes) to the seconds of the transfer."""

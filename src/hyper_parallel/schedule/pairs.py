@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.schedule import Action, Schedule
 from hyper_parallel.schedule.timing import DeadlockError, Timing, time_schedule
 
 _BACKWARD = (TaskKind.BACKWARD, TaskKind.INPUT)

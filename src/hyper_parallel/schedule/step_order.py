@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, StepTables, way_in
-from hyper_parallel.schedule.schedule import Action, Schedule
 
 EFFORT = 1_600
 """Actions placed, of which the first candidate takes as many as it has."""

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, StepTables
-from hyper_parallel.schedule.schedule import Action, Schedule
 from hyper_parallel.schedule.timing import DeadlockError, Timing, bubble
 
 _FORWARD, _INPUT, _WEIGHT = range(3)
