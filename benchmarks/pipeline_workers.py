@@ -27,12 +27,12 @@ from hyper_parallel.graph.partition import by_modules
 from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup
+from hyper_parallel.program.build import Schedule
 from hyper_parallel.runtime.build_program import pipeline_program
 from hyper_parallel.runtime.interpreter import Interpreter, stages_on, summed
 from hyper_parallel.runtime.rank_transfers import ProcessTransfers
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.schedule import named_schedule
-from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.shard.loss import cross_entropy_sum
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch

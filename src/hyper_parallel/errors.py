@@ -10,7 +10,7 @@ PREFIX = "hyper-parallel: error: "
 
 
 def one_line(error: object, limit: int = 200) -> str:
-    """What another library's error says, on one line; the name of its kind where it says nothing."""
+    """The text of another library's error, on one line; the name of its kind where it says nothing."""
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 

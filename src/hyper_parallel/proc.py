@@ -124,7 +124,7 @@ def _parent(process: int) -> int | None:
 
 
 def _status(process: int) -> list[str]:
-    """What /proc/PID/stat says behind the name: the state, the parent, and so on; empty where it cannot be read."""
+    """The fields of /proc/PID/stat behind the name: the state, the parent, and so on; empty where it cannot be read."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel import shard
 from hyper_parallel.compat.local_tensor import each_rank, on_rank, one_device, per_rank, simulated_ranks
-from hyper_parallel.shard.experts.routing import imbalance, take_loads, update_biases
-from hyper_parallel.shard.loss.auxiliary_loss import auxiliary_loss
-from hyper_parallel.shard.sharded_model import LOSS_AXES
+from hyper_parallel.shard.experts.loads import imbalance, take_loads, update_biases
+from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.strategy import Strategy
 
 # 131 tokens and 23 features: nothing that an axis splits needs to divide, except experts.
@@ -150,7 +149,7 @@ def step(model: torch.nn.Module, strategy: Strategy, micro_batches: int = 1, bia
             part = torch.nn.functional.cross_entropy(
                 logits.float().flatten(0, 1), mine["labels"].flatten(), reduction="sum"
             )
-            balance = auxiliary_loss(handle) / micro_batches
+            balance = handle.auxiliary_loss() / micro_batches
             (part / tokens + balance).backward()
         loss, auxiliary = loss + part.detach() / tokens, auxiliary + balance.detach()
     parameters = handle.parameters()

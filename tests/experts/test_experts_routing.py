@@ -7,8 +7,7 @@ import torch
 from moe import batch, build, filled, one_device_step, simulated_step
 
 from hyper_parallel import shard
-from hyper_parallel.shard.experts.routing import has_biases
-from hyper_parallel.shard.loss.auxiliary_loss import auxiliary_loss
+from hyper_parallel.shard.experts.loads import has_biases
 from hyper_parallel.strategy import Strategy
 
 
@@ -17,7 +16,7 @@ def test_auxiliary_loss_is_transformers_own(family: str) -> None:
     model = filled(family, Strategy(), output_router_logits=True, router_aux_loss_coef=0.03)
     ids = batch()["input_ids"]
     output = model(input_ids=ids, use_cache=False)
-    ours = auxiliary_loss(shard.sharded(model))
+    ours = shard.sharded(model).auxiliary_loss()
     assert float(output.aux_loss.detach()) > 1
     torch.testing.assert_close(ours, 0.03 * output.aux_loss, rtol=1e-6, atol=0)
     router = next(p for n, p in model.named_parameters() if n.endswith((".gate.weight", ".router.weight")))
@@ -29,7 +28,7 @@ def test_auxiliary_loss_is_transformers_own(family: str) -> None:
 def test_no_auxiliary_loss_unless_the_config_asks() -> None:
     model = filled("mixtral", Strategy())
     model(input_ids=batch()["input_ids"], use_cache=False)
-    assert float(auxiliary_loss(shard.sharded(model))) == 0
+    assert float(shard.sharded(model).auxiliary_loss()) == 0
 
 
 def test_loads_count_every_row_of_the_batch_once() -> None:
@@ -59,7 +58,7 @@ def test_corrected_biases_are_those_of_one_device(strategy: dict[str, object]) -
 
 
 def test_evaluation_is_not_counted() -> None:
-    from hyper_parallel.shard.experts.routing import loads
+    from hyper_parallel.shard.experts.loads import loads
 
     model = filled("mixtral", Strategy())
     with torch.no_grad():

@@ -16,9 +16,9 @@ from harness.ranks import run_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.shard import parallelize, sharded
-from hyper_parallel.shard.experts.routing import take_loads, update_biases
+from hyper_parallel.shard.experts.loads import take_loads, update_biases
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.sharded_model import LOSS_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.step.pipeline_build import build_pipeline
 from hyper_parallel.verify.report import Report, compare
 from hyper_parallel.verify.run import alone

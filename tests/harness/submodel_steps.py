@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.ranks import run_ranks
 from harness.submodel_models import MODELS
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.shard.experts.routing import take_loads
+from hyper_parallel.shard.experts.loads import take_loads
 from hyper_parallel.step.submodels import submodels
 from hyper_parallel.strategy import Strategy
 

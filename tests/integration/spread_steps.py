@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.sharded_model import LOSS_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.strategy import Strategy
 
 ROWS, LENGTH, VOCABULARY = 4, 8, 67

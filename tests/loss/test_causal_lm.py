@@ -21,7 +21,7 @@ from hyper_parallel.compat.local_tensor import each_rank, one_device, per_rank, 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.sharded_model import LOSS_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.strategy import Strategy
 
 Outcome = tuple[float, float, dict[str, torch.Tensor]]

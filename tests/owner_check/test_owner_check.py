@@ -25,7 +25,7 @@ from hyper_parallel.shard.region_check.outcome import SeenCall
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "mixtral"])
 def test_what_is_right_in_everything(family: str) -> None:
-    report = compare(small(family))
+    report = compare(small(family), spread=on_simulated_ranks)
     assert [report[kind].verdict for kind in KINDS] == ["right"] * 5, report
 
 
@@ -39,18 +39,18 @@ def test_what_is_right_in_everything(family: str) -> None:
     ],
 )
 def test_what_the_model_mixes_is_found(family: str, kind: Kind, said: str) -> None:
-    found = compare(small(family), kinds=(kind,))[kind]
+    found = compare(small(family), kinds=(kind,), spread=on_simulated_ranks)[kind]
     assert found.verdict == "differs"
     assert found.detail.startswith(said) or said.startswith("row 1"), found.detail
 
 
 @pytest.mark.parametrize("family", ["mixtral", "jetmoe", "dbrx", "bamba"])
 def test_a_term_that_our_loss_lacks_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compare(small(family), kinds=("loss",))["loss"].verdict == "right"
+    assert compare(small(family), kinds=("loss",), spread=on_simulated_ranks)["loss"].verdict == "right"
     monkeypatch.setattr(
         sys.modules["hyper_parallel.shard.parallelize"], "own_terms", lambda model: OwnTerms()
     )
-    found = compare(small(family), kinds=("loss",))["loss"]
+    found = compare(small(family), kinds=("loss",), spread=on_simulated_ranks)["loss"]
     assert found.verdict == "differs" and "off by" in found.detail
 
 
@@ -65,11 +65,11 @@ def test_a_module_of_ones_own_has_no_owner() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.head(self.embed(ids).cumsum(1))
 
-    report = compare(Mean(), vocabulary=90)
+    report = compare(Mean(), vocabulary=90, spread=on_simulated_ranks)
     assert report["loss"].verdict == "not applicable"
     assert report["rows"].verdict == "right"
     assert report["packing"].verdict == "differs"
-    assert compare(Mean())["rows"].verdict == "not applicable"
+    assert compare(Mean(), spread=on_simulated_ranks)["rows"].verdict == "not applicable"
 
 
 class _Rows(nn.Module):
@@ -123,7 +123,7 @@ def test_verdicts_are_kept_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compared(model: nn.Module, *, kinds: tuple[Kind, ...], **options: object) -> OwnerReport:
         asked.append(kinds)
-        return compare(model, kinds=kinds)
+        return compare(model, kinds=kinds, spread=on_simulated_ranks)
 
     monkeypatch.setattr(check, "compare", compared)
     monkeypatch.setattr(result_cache, "_known", {})
@@ -141,15 +141,20 @@ def test_positions_begin_where_the_models_own_do() -> None:
     """The first row of RoBERTa's table is of padding."""
     model = small("roberta")
     assert first_position(model) == 2
-    report = compare(model)
+    report = compare(model, spread=on_simulated_ranks)
     assert [report[kind].verdict for kind in KINDS] == ["right"] * 5, report
 
 
 def test_sparse_attention_chooses_among_the_keys_of_a_row() -> None:
     fields = {**small_fields("glm_moe_dsa"), "index_topk": 2048}
-    assert compare(build_model(fields), kinds=("packing",))["packing"].verdict == "right"
+    assert (
+        compare(build_model(fields), kinds=("packing",), spread=on_simulated_ranks)["packing"].verdict
+        == "right"
+    )
     # With so few heads many keys have a score of 0, and which of them are chosen depends on the row's length.
-    found = compare(build_model({**fields, "index_n_heads": 4}), kinds=("packing",))
+    found = compare(
+        build_model({**fields, "index_n_heads": 4}), kinds=("packing",), spread=on_simulated_ranks
+    )
     assert found["packing"].verdict == "differs"
 
 

@@ -13,7 +13,8 @@ from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import KINDS, fits, memory
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.table import Table
-from hyper_parallel.workload.shape import Latent, Shape
+from hyper_parallel.workload.mixers import Latent
+from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Workload
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import Found, search, within
+from hyper_parallel.planner.search import SearchResult, search, within
 from hyper_parallel.planner.solve import AXES, TIE, simplest, solve
 from hyper_parallel.planner.table import SPREAD
 from hyper_parallel.planner.training import answer_of
@@ -49,12 +49,12 @@ def _points(case: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 @functools.cache
-def _found(case: str, tie: float = 0.0) -> Found:
+def _found(case: str, tie: float = 0.0) -> SearchResult:
     return search(CASES[case], K, tie)
 
 
 @functools.cache
-def _simplest(case: str, tie: float) -> Found:
+def _simplest(case: str, tie: float) -> SearchResult:
     return simplest(replace(CASES[case], tie=tie), K)
 
 

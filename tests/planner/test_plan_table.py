@@ -15,7 +15,8 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.columns import ARCHITECTURES, CODES, ORDERS, architecture, code
 from hyper_parallel.planner.framework_profiles import GENERIC
 from hyper_parallel.planner.table import COLUMNS, Table, of_cluster
-from hyper_parallel.workload.shape import Latent, Shape
+from hyper_parallel.workload.mixers import Latent
+from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Workload
 from planner.plan_cases import code_names
 

@@ -19,11 +19,11 @@ from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.offloading.open_tiers import GUESS
 from hyper_parallel.offloading.schedule.build_problem import BEGINS, build_problem, transfer_ends
 from hyper_parallel.program import Program
+from hyper_parallel.program.build import Schedule
 from hyper_parallel.runtime.graph_interpreter import GraphInterpreter, positions
 from hyper_parallel.runtime.rank_graph import RankWriter, numbered
 from hyper_parallel.runtime.rank_transfers import MemoryTransfers, RankTransfers, TransferError
 from hyper_parallel.schedule import ScheduleName, named_schedule, with_steady_pairs
-from hyper_parallel.schedule.schedule import Schedule
 
 MICRO = 8
 FAMILY = {

@@ -18,8 +18,9 @@ from hyper_parallel.simulator.generation.pass_cost import PassPricer, Sparse
 from hyper_parallel.simulator.generation.pass_model import PassModel
 from hyper_parallel.simulator.generation.pass_trace import simulated
 from hyper_parallel.simulator.generation.shape_pass import of_shape
+from hyper_parallel.workload.mixers import Latent
 from hyper_parallel.workload.published import shape
-from hyper_parallel.workload.shape import Latent, Shape
+from hyper_parallel.workload.shape import Shape
 
 TOY = Shape("toy", 4, 64, 4, 2, 16, ffn=256, gated=True, vocabulary=1024)
 EXPERTS = Shape(

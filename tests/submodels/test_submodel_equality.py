@@ -11,7 +11,7 @@ from harness.ranks import run_ranks
 from harness.submodel_models import MODELS
 from harness.submodel_steps import Compared, Outcome, SubmodelCase, against_one_device, run_case
 from hyper_parallel.shard import sharded
-from hyper_parallel.shard.experts.routing import take_loads
+from hyper_parallel.shard.experts.loads import take_loads
 
 VISION = {"modules": ["model.vision_tower", "model.multi_modal_projector"]}
 CASES: dict[int, list[SubmodelCase]] = {

@@ -16,7 +16,7 @@ from hyper_parallel.config import RunConfig
 
 def launched(
     config: RunConfig,
-    entry: str = "hyper_parallel.train.entry:main",
+    entry: str = "hyper_parallel.train.trainer:main",
     environment: Mapping[str, str] | None = None,
 ) -> tuple[int | None, str]:
     """The exit code, and what was written to the errors."""

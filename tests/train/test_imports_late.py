@@ -12,7 +12,7 @@ import pytest
     ("module", "absent"),
     [
         ("hyper_parallel.train", "torch"),
-        ("hyper_parallel.train.entry", "hyper_parallel.inference.engine"),
+        ("hyper_parallel.train.trainer", "hyper_parallel.inference.engine"),
         ("hyper_parallel.planner.auto.entry", "hyper_parallel.inference.engine"),
     ],
 )

@@ -185,9 +185,9 @@ def _one(operator: Operator, dtype: str, x: torch.Tensor, timer: Timer, results:
     options = dict(operator.options)
     if operator.short == "aten._to_copy":
         options["dtype"] = torch.bfloat16 if x.dtype == torch.float32 else torch.float32
-    made = call(*arguments, **options)
+    result = call(*arguments, **options)
     read = sum(tensor.nbytes for tensor in tensors_of(arguments))
-    written = sum(tensor.nbytes for tensor in tensors_of((made,)))
+    written = sum(tensor.nbytes for tensor in tensors_of((result,)))
     if operator.kind == "view":
         read = written = 0
     elif operator.in_place:

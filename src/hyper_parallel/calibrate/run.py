@@ -50,10 +50,10 @@ def calibrate(
     def round_(world: int, parts: tuple[str, ...], level: str) -> Results:
         threads = max(1, cores // world)
         job = Job(world, threads, backend.name, level, parts, str(settings.folder))
-        said = f"{world} worker{'s' if world > 1 else ''}"
-        found = averaged(workers.run(job, lambda part: progress(f"{said}: {part}")))
+        heading = f"{world} worker{'s' if world > 1 else ''}"
+        found = averaged(workers.run(job, lambda part: progress(f"{heading}: {part}")))
         for note in found.notes:
-            progress(f"{said}: {note}")
+            progress(f"{heading}: {note}")
         return found
 
     own = backend.device_count() >= settings.workers
@@ -101,7 +101,7 @@ def calibrate(
 
 
 def _together(world: int, own: bool, cores: int) -> tuple[str, ...]:
-    """The parts that workers measure at once. `own`: each has a device of its own."""
+    """The parts that workers measure at once. `own`: each has its own device."""
     if own:
         return ("collectives",)
     return TOGETHER if world <= cores else TURNS

@@ -96,7 +96,7 @@ def _main(job: Job, rank: int, meeting: str, end: Connection) -> None:
                 world_size=job.world,
                 timeout=timedelta(minutes=5),
             )
-        results = measure(job, backend, device, lambda said: end.send(("progress", said)))
+        results = measure(job, backend, device, lambda line: end.send(("progress", line)))
         if job.world > 1:
             dist.barrier()
             dist.destroy_process_group()

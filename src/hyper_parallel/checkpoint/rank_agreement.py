@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 
+from hyper_parallel.compat.process_groups import gather_objects
 from hyper_parallel.errors import CheckpointError
 
 
@@ -43,9 +44,7 @@ class RankAgreement:
 
     def gather(self, text: str) -> list[str]:
         """The text of every rank, in rank order."""
-        found: list[str] = [""] * self.world
-        dist.all_gather_object(found, text, group=self._group)
-        return found
+        return gather_objects(text, self._group)
 
 
 def ranks_of(group: dist.ProcessGroup | Ranks | None, world: int, rank: int) -> Ranks:

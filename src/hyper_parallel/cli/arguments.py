@@ -107,7 +107,7 @@ def _no_command(group: click.Group, arguments: Sequence[str]) -> str:
 
 
 def _override(command: click.Command, arguments: Sequence[str]) -> str | None:
-    """What ``--train.steps=5`` or ``--learning_rate 1e-3`` stands for: ``train.steps=5``."""
+    """The override that ``--train.steps=5`` or ``--learning_rate 1e-3`` stands for: ``train.steps=5``."""
     if not any(parameter.name == "overrides" for parameter in command.params):
         return None
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}

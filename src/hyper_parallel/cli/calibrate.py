@@ -59,13 +59,13 @@ def calibrate(out: Path, workers: int, quick: bool) -> None:
             err=True,
         )
 
-    def progress(said: str) -> None:
+    def progress(line: str) -> None:
         nonlocal begun
         passed = time.monotonic() - started
         # A part begins; what is not one says so by itself.
         begun = min(begun + 1, parts)
         left = f", about {passed / (begun - 1) * (parts - begun + 1):.0f} s left" if begun > 1 else ""
-        click.echo(f"  {passed:5.1f} s  {said} ({begun} of {parts}{left})", err=True)
+        click.echo(f"  {passed:5.1f} s  {line} ({begun} of {parts}{left})", err=True)
 
     settings = Settings(workers=workers, level="quick" if quick else "full", folder=out.absolute().parent)
     cluster = measure(settings, progress, total)

@@ -114,22 +114,22 @@ def _entry_as_begun(entry: str | HubData, key: str, earlier: list[Any]) -> str |
     from hyper_parallel.config.data import HubData, as_hub
     from hyper_parallel.hub.download import current_commit
 
-    asked = as_hub(entry, key)
-    if asked is None or asked.hub_id.commit is not None:
+    hub_id = as_hub(entry, key)
+    if hub_id is None or hub_id.hub_id.commit is not None:
         return entry
     for one in earlier:
-        if not isinstance(one, dict) or one.get("name") != asked.name:
+        if not isinstance(one, dict) or one.get("name") != hub_id.name:
             continue
         begun, split = parse_explicit(str(one.get("path")), key), one.get("split")
-        if begun is None or begun.name != asked.hub_id.name or asked.split not in (None, split):
+        if begun is None or begun.name != hub_id.hub_id.name or hub_id.split not in (None, split):
             continue
-        now = current_commit(asked.hub_id, data=True)
+        now = current_commit(hub_id.hub_id, data=True)
         if now not in (None, begun.commit):
             say(
-                f"{key}: {asked.hub_id.shown} is now at {str(now)[:12]}; the run goes on with "
+                f"{key}: {hub_id.hub_id.shown} is now at {str(now)[:12]}; the run goes on with "
                 f"{str(begun.commit)[:12]}, with which it began (another 'out' begins with the new one)"
             )
-        return HubData(path=str(begun), name=asked.name, split=split)
+        return HubData(path=str(begun), name=hub_id.name, split=split)
     return entry
 
 
@@ -139,7 +139,7 @@ def _with(section: Any, where: tuple[str, ...], value: Any) -> Any:
     return section.model_copy(update={name: inner})
 
 
-def _as_begun(asked: HubId, key: str, recorded: dict[str, Any]) -> HubId:
+def _as_begun(hub_id: HubId, key: str, recorded: dict[str, Any]) -> HubId:
     """The id with the commit that the run began with, where it goes on with the same repository."""
     from hyper_parallel.hub.download import current_commit
 
@@ -147,24 +147,24 @@ def _as_begun(asked: HubId, key: str, recorded: dict[str, Any]) -> HubId:
     for name in key.split("."):
         before = before.get(name) if isinstance(before, dict) else None
     begun = parse_explicit(before, key) if isinstance(before, str) else None
-    if begun is None or begun.commit is None or begun.name != asked.name or begun.commit == asked.commit:
-        return asked
-    if asked.commit is not None:
+    if begun is None or begun.commit is None or begun.name != hub_id.name or begun.commit == hub_id.commit:
+        return hub_id
+    if hub_id.commit is not None:
         raise ConfigError(
-            f"{key}: is commit {asked.commit[:12]} of {asked.name}, and the run in 'out' began with "
-            f"{begun.commit[:12]}; write {begun}, or {asked.name}, to go on, or name another 'out' to begin anew"
+            f"{key}: is commit {hub_id.commit[:12]} of {hub_id.name}, and the run in 'out' began with "
+            f"{begun.commit[:12]}; write {begun}, or {hub_id.name}, to go on, or name another 'out' to begin anew"
         )
-    now = current_commit(asked)
+    now = current_commit(hub_id)
     if now not in (None, begun.commit):
         say(
-            f"{key}: {asked.shown} is now at {str(now)[:12]}; the run goes on with {begun.commit[:12]}, with which it "
+            f"{key}: {hub_id.shown} is now at {str(now)[:12]}; the run goes on with {begun.commit[:12]}, with which it "
             "began (another 'out' begins with the new one)"
         )
     return begun
 
 
 def _recorded(out: Path) -> dict[str, Any]:
-    """What `run.yaml` of a run with checkpoints says; empty where there is none."""
+    """The content of `run.yaml` of a run with checkpoints; empty where there is none."""
     from hyper_parallel.config import yaml12
     from hyper_parallel.config.load import LARGEST
     from hyper_parallel.untrusted import open_regular, read_bytes

@@ -213,7 +213,7 @@ def show(answer: Answer, options: Mapping[str, Any], as_json: bool) -> None:
 def _with_encoders(
     model: str | None, cluster: str | None, overrides: tuple[str, ...], options: dict[str, Any]
 ) -> Answer:
-    """Of a run file with images or sound, or a model with stated numbers of them."""
+    """Plan a run file with images or sound, or a model with stated numbers of them."""
     from hyper_parallel.cli.plan_submodels import answer_of_run, answer_of_stated
 
     if cluster is None:
@@ -236,9 +236,8 @@ def _check_folders(options: dict[str, Any]) -> None:
 
 def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
     """The shape of a published model or a Transformers config; for a config also the run file's `model` section."""
-    from hyper_parallel import untrusted
     from hyper_parallel.cli.hub_models import fetched_model
-    from hyper_parallel.config.model import LARGEST, implausible
+    from hyper_parallel.config.model import implausible, read_fields
     from hyper_parallel.hub.download import Wanted
     from hyper_parallel.hub.hub_id import reading
     from hyper_parallel.workload.published import shape
@@ -250,20 +249,8 @@ def _model(given: str) -> tuple[Shape, dict[str, Any] | None]:
         return shape(given), None
     path = fetched or path
     file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = untrusted.read_json(file, LARGEST)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"--model {given}: {file} does not exist; give a Transformers config or its folder{reading(given)}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"--model {given}: {file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"--model {given}: {file} cannot be read as JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(
-            f"--model {given}: {file} is no Transformers config; it has to be an object of fields"
-        )
+    hint = f"give a Transformers config or its folder{reading(given)}"
+    fields = read_fields(file, f"--model {given}", hint)
     if problem := implausible(fields):
         raise ConfigError(f"--model {given}: {file}: {problem}")
     if isinstance(fields.get("text_config"), dict):

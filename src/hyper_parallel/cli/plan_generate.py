@@ -52,8 +52,8 @@ def generation_answer(
             raise click.UsageError(
                 f"--{option.replace('_', '-')} is of training; leave it out, or leave --generate out"
             )
-    asked = load_plan(overrides)
-    settings, strategy = asked.inference, asked.strategy
+    plan_file = load_plan(overrides)
+    settings, strategy = plan_file.inference, plan_file.strategy
     if options["batch"] is not None:
         settings = settings.model_copy(update={"batch": query.whole("--batch", options["batch"])})
     machine = Cluster.named(cluster)
@@ -76,7 +76,7 @@ def generation_answer(
         shape=shape,
         cluster=machine,
         devices=devices,
-        work=asked.workload,
+        work=plan_file.workload,
         settings=settings,
         memory=strategy.memory,
         rows_given=bool(changed & {"inference.rows", "inference.page", "inference"}),

@@ -86,7 +86,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
 
 
 def _adapter(options: dict[str, Any]) -> Adapter | None:
-    """What is trained in place of the whole model."""
+    """The adapter that is trained in place of the whole model."""
     from hyper_parallel.planner import query
     from hyper_parallel.workload.workload import Adapter
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.config.data import BUILTIN
+from hyper_parallel.config.data import BUILTIN, no_tokenizer
 from hyper_parallel.config.model import read_config
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.data.sources import find
-from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import ConfigError, DataError
 from hyper_parallel.launch.rendezvous import detect, workers_of
 from hyper_parallel.proc import MEMORY, bytes_in
@@ -83,7 +82,7 @@ def _model(config: RunConfig) -> None:
 
 
 def _fields(config: RunConfig) -> dict[str, Any]:
-    """Those of the model's Transformers config that are written."""
+    """Fields of the model's Transformers config that are written."""
     return read_config(config.model.folder) if config.model.folder is not None else config.model.config or {}
 
 
@@ -103,7 +102,7 @@ def _tokenizer(config: RunConfig) -> None:
     own = config.model.folder if named.path is None and not named.replace else None
     for key, path in (("data.tokenizer.path", named.folder), ("model.path", own)):
         if path is not None and not (Path(path).expanduser() / "tokenizer.json").is_file():
-            raise ConfigError(absent(Path(path).expanduser(), key))
+            raise ConfigError(no_tokenizer(Path(path).expanduser(), key))
     template = named.chat_template
     if template not in (None, BUILTIN) and not Path(str(template)).expanduser().is_file():
         raise ConfigError(
@@ -200,7 +199,7 @@ def _workload(config: RunConfig) -> Workload | None:
 
 
 def _accelerated(workers: int) -> bool:
-    """Whether accelerators run so many workers. Needs PyTorch, so it is asked last."""
+    """Whether this machine's accelerators run that many workers. It needs PyTorch, and therefore comes last."""
     from hyper_parallel import compat
 
     return compat.backend("auto", workers=workers).name != "cpu"

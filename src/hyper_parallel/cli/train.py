@@ -64,7 +64,7 @@ def train(file: Path, overrides: tuple[str, ...], profile: bool, resume_from: in
         run = fetched(run, Wanted.MODEL)
         check(run)
         check_memory(run)
-        entry = "planner.auto" if run.open else "train"
+        target = "planner.auto.entry" if run.open else "train.trainer"
         with lasting_stdout(run.wording.kept):
-            code = launch.run(run, f"hyper_parallel.{entry}.entry:main")
+            code = launch.run(run, f"hyper_parallel.{target}:main")
     sys.exit(code)

@@ -84,9 +84,11 @@ class Cluster:
     @classmethod
     def preset(cls, name: str) -> Cluster:
         """A published machine, `h100`; `cluster.presets.names()` lists them. Raises ConfigError for another name."""
-        from hyper_parallel.cluster.presets import preset
+        from hyper_parallel.cluster.files import build
+        from hyper_parallel.cluster.presets.names import preset
 
-        return preset(name)
+        machine = preset(name)
+        return build(cls, machine, machine["name"])
 
     @classmethod
     def named(cls, name: str) -> Cluster:
@@ -94,16 +96,20 @@ class Cluster:
 
         Raises ConfigError for an unknown name, with the nearest one.
         """
-        from hyper_parallel.cluster.presets import named
+        from hyper_parallel.cluster.presets.names import name_and_ranks
 
-        return named(name)
+        if name.endswith((".yaml", ".yml")) or Path(name).is_file():
+            return cls.load(name)
+        machine, ranks = name_and_ranks(name)
+        preset = cls.preset(machine)
+        return preset if ranks is None else replace(preset, name=name.lower(), ranks=ranks)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Load a YAML file that `dump` or `hyper-parallel calibrate` wrote. Raises ConfigError if it is invalid."""
         from hyper_parallel.cluster.files import load
 
-        return load(path)
+        return load(cls, path)
 
     def dump(self, path: str | Path) -> None:
         """Write the YAML file that `load` reads back as an equal cluster."""

@@ -207,7 +207,7 @@ class TokenDispatch:
 
 
 def destinations(places: Number, chosen: Number) -> Number:
-    """Of `places` that hold a token's possible experts equally, those that hold at least one of `chosen`."""
+    """The number of `places` that hold at least one of `chosen`, where they hold a token's possible experts equally."""
     return places * (1 - (1 - 1 / places) ** chosen)
 
 

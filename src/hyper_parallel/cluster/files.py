@@ -1,25 +1,31 @@
-"""Clusters from plain data: YAML files, lossless both ways, and facts about published machines with their sources."""
+"""Dataclasses from plain data: cluster files in YAML, lossless both ways, and facts about published machines with their
+sources.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from hyper_parallel.cluster.cluster import Cluster
 from hyper_parallel.config.yaml12 import parse
 from hyper_parallel.errors import ConfigError, nearest
 
 VERSION = 1
+Tree = dict[str, Any]
+"""A cluster as plain data: sections of fields."""
+Kind = TypeVar("Kind")
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def load(path: str | Path) -> Cluster:
-    """Load a cluster file. Raises ConfigError if it is missing or invalid, with all problems at once."""
+def load(kind: type[Kind], path: str | Path) -> Kind:
+    """Load a cluster file as a `kind`, a Cluster. Raises ConfigError with all problems if it is missing or invalid."""
     try:
         content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -31,36 +37,31 @@ def load(path: str | Path) -> Cluster:
     version = tree.get("version", VERSION)
     if version != VERSION:
         raise ConfigError(f"{path}: version {version} is not known; this release reads version {VERSION}")
-    return build({key: value for key, value in tree.items() if key != "version"}, str(path))
+    return build(kind, {key: value for key, value in tree.items() if key != "version"}, str(path))
 
 
-def build(tree: Mapping[str, Any], where: str) -> Cluster:
-    """A cluster from plain data. Raises ConfigError with a line for each problem, each prefixed by `where`."""
-    problems = [f"{where}: {problem}" for problem in _unknown(Cluster, tree, ())]
+def build(kind: type[Kind], tree: Mapping[str, Any], where: str) -> Kind:
+    """Return a dataclass from plain data. Raises ConfigError with a line for each problem, each prefixed by `where`."""
+    problems = [f"{where}: {problem}" for problem in _unknown(kind, tree, ())]
     try:
-        found = _adapter().validate_python(tree)
+        instance: Kind = _adapter(kind).validate_python(tree)
     except ValidationError as error:
-        told = {detail["loc"]: detail for detail in error.errors()}
+        details = {detail["loc"]: detail for detail in error.errors()}
         problems += [
             f"{where}: {'.'.join(map(str, place))}: {detail['msg']} (got {str(detail['input'])[:60]})"
-            for place, detail in told.items()
+            for place, detail in details.items()
             if detail["type"] != "unexpected_keyword_argument"
         ]
         raise ConfigError("\n".join(problems) or f"{where}: {error}") from None
     if problems:
         raise ConfigError("\n".join(problems))
-    return found
+    return instance
 
 
-def text(cluster: Cluster) -> str:
-    """The YAML of a cluster; fields at their default are left out."""
+def text(cluster: Any) -> str:
+    """Return the YAML of a cluster; fields at their default are left out."""
     tree = {"version": VERSION, **_plain(cluster)}
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
-
-
-@cache
-def _adapter() -> TypeAdapter[Cluster]:
-    return TypeAdapter(Cluster)
 
 
 def _unknown(kind: Any, value: Any, place: tuple[str, ...]) -> list[str]:
@@ -150,7 +151,7 @@ def estimate(value: Any, how: str) -> Fact:
 
 
 MEMORY_CURVE = [{"points": [[1e5, 0.3], [1e6, 0.6], [1e7, 0.75], [1e8, 0.9]]}]
-"""Shares of the bandwidth that operators of so many bytes reach, as Calculon states them for the A100."""
+"""Points (bytes of an operator, share of the bandwidth that it reaches), as Calculon states them for the A100."""
 
 
 def matmul_curve(best: float, half: Sequence[float] = (121.0, 192.0, 144.0)) -> list[dict[str, Any]]:
@@ -171,26 +172,29 @@ Facts = Mapping[str, Fact]
 """Facts by dotted path into a cluster file, such as `device.memory.read`."""
 
 
-def cluster(name: str, device: str, source: str, facts: Facts) -> Cluster:
-    """The cluster that the facts describe; `sources` or `estimates` has every number's path.
+def cluster_tree(name: str, device: str, source: str, facts: Facts) -> Tree:
+    """Return the cluster that facts describe, as plain data; `sources` or `estimates` has every number's path.
 
     A memory without a `write` fact writes as fast as it reads.
     """
-    tree: dict[str, Any] = {"name": name, "source": source, "device": {"name": device}}
+    cluster: Tree = {"name": name, "source": source, "device": {"name": device}}
     for path, fact in facts.items():
         *folders, leaf = path.split(".")
-        section = tree
+        section = cluster
         for folder in folders:
             section = section.setdefault(folder, {})
         section[leaf] = fact.value
-    tree["device"]["memory"]["name"] = "device"
+    cluster["device"]["memory"]["name"] = "device"
     for tier in ("host", "pool", "flash"):
-        if tier in tree:
-            tree[tier]["name"] = tier
-    for memory in (tree["device"]["memory"], *(tree[tier] for tier in ("host", "pool") if tier in tree)):
+        if tier in cluster:
+            cluster[tier]["name"] = tier
+    for memory in (
+        cluster["device"]["memory"],
+        *(cluster[tier] for tier in ("host", "pool") if tier in cluster),
+    ):
         memory.setdefault("write", memory["read"])
-    for level, link in tree.get("links", {}).items():
+    for level, link in cluster.get("links", {}).items():
         link["level"] = level
-    tree["sources"] = {path: fact.source for path, fact in facts.items() if fact.public}
-    tree["estimates"] = {path: fact.source for path, fact in facts.items() if not fact.public}
-    return build(tree, name)
+    cluster["sources"] = {path: fact.source for path, fact in facts.items() if fact.public}
+    cluster["estimates"] = {path: fact.source for path, fact in facts.items() if not fact.public}
+    return cluster

@@ -63,7 +63,7 @@ class Backend(ABC):
 
     @property
     def process_group(self) -> str:
-        """What `init_process_group` is given: the device's library, and gloo for tensors on the host."""
+        """The argument of `init_process_group`: the device's library, and gloo for tensors on the host."""
         if self.name == "cpu":
             return self.collective
         return f"cpu:gloo,{self.name}:{self.collective}"
@@ -163,7 +163,7 @@ class Backend(ABC):
 
     @abstractmethod
     def device_name(self, index: int = 0) -> str:
-        """What the maker calls the device."""
+        """The maker's name of the device."""
 
     @abstractmethod
     def peak_flops(self, dtype: torch.dtype) -> float | None:
@@ -193,7 +193,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Of a device that has done a piece of work when the call returns."""
+    """Clock of a device that has done a piece of work when the call returns."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -209,7 +209,7 @@ class HostClock:
 
 
 class EventClock:
-    """Of a device that runs behind the host: events on the stream that the thread computes on."""
+    """Clock of a device that runs behind the host: events on the stream that the thread computes on."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -167,7 +167,7 @@ class _Mark:
 
 
 class _Queue:
-    """What the thread of a stream shares with the stream; the thread holds no reference to the stream."""
+    """The queue that the thread of a stream shares with the stream; the thread holds no reference to the stream."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()

@@ -81,7 +81,7 @@ def outside_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def kernel(operator: Any) -> Callable[..., Any]:
-    """What calling an operator calls: without the Python around it."""
+    """The function that an operator's call reaches, without the Python around it."""
     return getattr(operator, "_op", operator)  # type: ignore[no-any-return]
 
 
@@ -106,7 +106,7 @@ def writes_nothing(operator: Any) -> bool:
 
 
 def mutated_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """What an operator writes to, among its arguments: tensors, or the nodes that stand for them in a graph."""
+    """Arguments that an operator writes to: tensors, or the nodes that stand for them in a graph."""
     for at, name in _arguments_written(operator):
         value = args[at] if at < len(args) else kwargs.get(name)
         yield from (leaf for leaf in leaves_of(value) if leaf is not None)
@@ -214,7 +214,7 @@ def unflatten(leaves: Iterable[Any], shape: Any) -> Any:
 
 
 def kernel_settings() -> list[Any]:
-    """Those of the process, as plain data."""
+    """Settings of kernels in this process, as plain data."""
     attention = torch.backends.cuda
     return [
         str(torch.get_default_dtype()),

@@ -127,17 +127,17 @@ def _empty(like: torch.Tensor, mode: FakeTensorMode, device: torch.device | str 
 def _exchange(model: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def make(old: nn.Parameter) -> nn.Parameter:
         with torch.no_grad():
-            made = empty(old.to_local() if isinstance(old, DTensor) else old)
+            fake = empty(old.to_local() if isinstance(old, DTensor) else old)
             if isinstance(old, DTensor):
-                made = DTensor.from_local(
-                    made,
+                fake = DTensor.from_local(
+                    fake,
                     old.device_mesh,
                     old.placements,
                     run_check=False,
                     shape=old.shape,
                     stride=old.stride(),
                 )
-        return nn.Parameter(made, old.requires_grad)
+        return nn.Parameter(fake, old.requires_grad)
 
     fsdp.replace_parameters(model, make)
     for module in model.modules():

@@ -193,14 +193,14 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Exchange every parameter, once each where modules share one, and tell FSDP2 about it. What the user set on one
     as an attribute stays."""
-    made: dict[int, nn.Parameter] = {}
+    replaced: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, old in owner._parameters.items():
             if old is not None:
-                if id(old) not in made:
-                    made[id(old)] = make(old)
-                    vars(made[id(old)]).update(attributes_of(old))
-                owner._parameters[name] = made[id(old)]
+                if id(old) not in replaced:
+                    replaced[id(old)] = make(old)
+                    vars(replaced[id(old)]).update(attributes_of(old))
+                owner._parameters[name] = replaced[id(old)]
     for parameter in _parameters(module):
         parameter.reset_sharded_param()
 

@@ -24,7 +24,7 @@ Announce = Callable[["ParameterGroup"], None]
 
 
 class BackwardFlags(NamedTuple):
-    """What a group's backward pass does."""
+    """Flags of a group's backward pass."""
 
     reduce: bool
     """Reduce the gradients over the shards."""
@@ -136,7 +136,7 @@ class ParameterGroup:
 
     @property
     def flags(self) -> BackwardFlags:
-        """What the next backward pass does."""
+        """Flags of the next backward pass."""
         return BackwardFlags(self._group.reduce_grads, self._group.reshard_after_backward)
 
     @flags.setter
@@ -244,7 +244,7 @@ def after_backward(model: nn.Module, call: Callable[[], None]) -> None:
 
 
 class _Watched(dict[str, Any]):
-    """The parameters of a module, of whose use by name somebody is told."""
+    """The parameters of a module; calls `looked_up` when one is looked up by name."""
 
     looked_up: Callable[[], None]
 

@@ -77,8 +77,8 @@ def substituted(number: int | torch.SymInt, symbols: Mapping[Any, Any]) -> int |
     if not isinstance(number, torch.SymInt):
         return number
     found = expression(number).xreplace(symbols)
-    made: torch.SymInt = number.node.shape_env.create_symintnode(found, hint=None)
-    return made
+    symbol: torch.SymInt = number.node.shape_env.create_symintnode(found, hint=None)
+    return symbol
 
 
 class Substitution:
@@ -110,7 +110,7 @@ def fake_mode_with_symbols() -> FakeTensorMode:
 
 
 _FUNCTIONS = {kind.__name__: kind for kind in (sympy.Add, sympy.Mul, sympy.Pow, FloorDiv, CleanDiv, Max, Min)}
-"""The functions of which sizes are made."""
+"""The functions that sizes are made of."""
 
 
 def written(found: Any) -> Any:
@@ -157,8 +157,8 @@ class SymbolReader:
         key = repr(data)
         if key not in self._numbers:
             found = self.expression(data)
-            made: torch.SymInt = self._environment.create_symintnode(found, hint=None)  # type: ignore[assignment]
-            self._numbers[key] = made
+            symbol: torch.SymInt = self._environment.create_symintnode(found, hint=None)  # type: ignore[assignment]
+            self._numbers[key] = symbol
         return self._numbers[key]
 
     def _symbol(self, name: str) -> Any:
@@ -183,16 +183,16 @@ def append_call(graph: fx.Graph, name: str, target: Any, args: Any, kwargs: Any)
 
 
 def append_copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of a node of another graph at this graph's insert point, with its name and a `meta` of its own.
+    """A copy of a node of another graph at this graph's insert point, with its name and its own `meta`.
 
     `copies`: of the nodes that are its arguments.
     """
     copy_of = copies.__getitem__
     args = map_arg(node.args, copy_of)
     kwargs = map_arg(node.kwargs, copy_of) if node.kwargs else node.kwargs
-    made = append_node(graph, node.name, node.op, node.target, args, kwargs)
-    set_meta(made, dict(node.meta))
-    return made
+    copy = append_node(graph, node.name, node.op, node.target, args, kwargs)
+    set_meta(copy, dict(node.meta))
+    return copy
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, source_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -201,9 +201,9 @@ def copy_node(graph: fx.Graph, node: fx.Node, source_of: Callable[[fx.Node], fx.
     kwargs = map_arg(node.kwargs, source_of)
     name = _unique_name(graph._graph_namespace, node.name)
     graph._graph_namespace._used_names.discard(name)  # which `create_node` takes itself
-    made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
-    made.meta = dict(node.meta)
-    return made
+    created = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    created.meta = dict(node.meta)
+    return created
 
 
 def set_meta(node: fx.Node, meta: dict[str, Any]) -> None:
@@ -244,8 +244,8 @@ def _unique_name(namespace: Any, name: str) -> str:
             and name.isascii()
             and name.isidentifier()
         ):
-            made: str = namespace.create_name(name, None)
-            return made
+            unique: str = namespace.create_name(name, None)
+            return unique
         if len(_numbered) >= _MOST:
             _numbered.clear()
         parts = _numbered[name] = base, int(number)

@@ -108,9 +108,9 @@ def _all_gather_coalesced(xs: list[torch.Tensor], size: int, group: str) -> list
             continue
         packed = torch.cat([xs[index].reshape(-1) for index in bucket])
         gathered = _all_gather(packed, size, group)
-        made = [xs[index].new_empty((size * xs[index].shape[0], *xs[index].shape[1:])) for index in bucket]
-        results.update(zip(bucket, made, strict=True))
-        _begun(made, partial(_unpack, packed, gathered, made, size))
+        outputs = [xs[index].new_empty((size * xs[index].shape[0], *xs[index].shape[1:])) for index in bucket]
+        results.update(zip(bucket, outputs, strict=True))
+        _begun(outputs, partial(_unpack, packed, gathered, outputs, size))
     return [results[index] for index in range(len(xs))]
 
 
@@ -140,8 +140,8 @@ def _reduce_scatter_coalesced(xs: list[torch.Tensor], op: str, size: int, group:
         own = [packed] if packed.untyped_storage().data_ptr() not in given else []
         even = [packed.numel() // size] * size
         sent = _ops.all_to_all_single(packed, even, even, group)
-        made = [results[index] for index in bucket]
-        _begun(made, partial(_add_up, own, sent, made, size, mean=op == "avg"))
+        outputs = [results[index] for index in bucket]
+        _begun(outputs, partial(_add_up, own, sent, outputs, size, mean=op == "avg"))
     return results
 
 

@@ -28,7 +28,8 @@ from hyper_parallel.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Loading:
-    """What `from_pretrained` makes of a folder, by names of the model's state dict: each name of a tied weight too."""
+    """The tensors that `from_pretrained` makes of a folder, by names of the model's state dict: each name of a tied
+    weight too."""
 
     tensors: dict[str, TracedTensor]
     missing: frozenset[str]
@@ -42,7 +43,7 @@ class Loading:
 
 
 def loading(model: nn.Module, stored: Mapping[str, TracedTensor]) -> Loading:
-    """What becomes of stored tensors, by their names in the folder, in a Transformers model on the meta device.
+    """The weights that stored tensors become, by their names in the folder, in a Transformers model on the meta device.
 
     Raises CheckpointError where the installed Transformers has no such interface.
     """
@@ -71,7 +72,7 @@ def loading(model: nn.Module, stored: Mapping[str, TracedTensor]) -> Loading:
 
 
 def saving(model: nn.Module, tensors: Mapping[str, TracedTensor]) -> dict[str, TracedTensor]:
-    """What `save_pretrained` writes of a Transformers model on the meta device, by names in the folder.
+    """The tensors that `save_pretrained` writes of a Transformers model on the meta device, by names in the folder.
 
     `tensors`: those of its state dict. Raises CheckpointError where the installed Transformers has no such interface,
     or cannot write what it can read.

@@ -34,7 +34,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def missing() -> str | None:
-    """What is lacking to compile for this machine's CPU; None when nothing is."""
+    """The part that is missing to compile for this machine's CPU; None when nothing is."""
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -46,7 +46,7 @@ def missing() -> str | None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What the code made for a graph depends on besides the graph.
+    """The environment that code made for a graph depends on.
 
     Finding out compiles and loads small programs, in `folder`: Inductor's own cache has a name in the system's folder
     for temporary files that anybody can foresee.

@@ -144,7 +144,7 @@ def is_per_rank(tensor: torch.Tensor) -> bool:
 
 
 def int_on_rank(value: int, rank: int) -> int:
-    """What an integer, which may differ between simulated ranks, is on one of them."""
+    """The value on one simulated rank of an integer that may differ between them."""
     node = value.node if isinstance(value, torch.SymInt) else None
     return node._local_ints[rank] if isinstance(node, LocalIntNode) else int(value)
 

@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
+
+T = TypeVar("T")
 
 
 class PeerError(Exception):
@@ -227,12 +230,17 @@ def connected(store: Address | None, prefix: str, timeout: timedelta) -> c10d.St
 # groups the process has. Ranks of unlike device groups have made unlike numbers.
 
 
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return what each rank of a group gives, by rank; by default of all ranks. A collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def level_group_counts() -> None:
     """Have every rank have made as many process groups, by groups of one rank. A collective of all ranks."""
-    counts = [len(distributed_c10d._world.pg_names)] * dist.get_world_size()
-    mine = counts[dist.get_rank()]
-    dist.all_gather_object(counts, mine)
-    for _ in range(max(counts) - mine):
+    count = len(distributed_c10d._world.pg_names)
+    for _ in range(max(gather_objects(count)) - count):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 

@@ -1,6 +1,6 @@
 """All ranks of a run in one process, a thread each, with collectives exchanged in memory.
 
-Each rank is prepared alone (`preparing`), on a fake process group of its own: it makes its process groups, and what the
+Each rank is prepared alone (`preparing`), on its own fake process group: it makes its process groups, and what the
 first rank broadcasts is repeated for the others, which come to the same broadcasts. Then all run at once (`run`): a
 dispatch mode in each thread takes functional collectives out, and three functions of torch.distributed answer for the
 thread's rank. A rank that waits for another one which has failed, or which does not come, ends with an error.
@@ -143,7 +143,8 @@ class _Hub:
         self._failed = ""
 
     def exchange(self, ranks: tuple[int, ...], rank: int, value: Any) -> list[Any]:
-        """What each of `ranks` gives, in their order. The k-th call of a rank meets the k-th of the others."""
+        """Exchange the values of `ranks`; all of them, in their order. The k-th call of a rank meets the k-th of the
+        others."""
         with self._changed:
             turn = (ranks, self._count[ranks, rank])
             self._count[ranks, rank] += 1
@@ -201,7 +202,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def _result(name: str, calls: Sequence[Mapping[str, Any]], place: int) -> Tensor | list[Tensor]:
-    """What one rank of a group gets. `calls`: the arguments of each."""
+    """The result on one rank of a group. `calls`: the arguments of each."""
     if name.endswith("_coalesced"):
         single = name.removesuffix("_coalesced")
         count = len(calls[place]["inputs"])

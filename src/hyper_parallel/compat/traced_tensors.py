@@ -1,6 +1,6 @@
 """Lazy tensors: operations on tensors without values are recorded, and slices of the results computed from slices.
 
-Transformers converts weights by code of its own between the names and shapes of a folder and those of a model. That
+Transformers converts weights by its own code between the names and shapes of a folder and those of a model. That
 code runs once, on tensors of the meta device; the operations that reach PyTorch's dispatcher are kept as a graph. A
 slice of a result is then read through the graph: through concatenations, stacks, splits and transpositions as slices of
 their inputs, so that a rank reads no more than its piece; through any other operation from its inputs as a whole.
@@ -28,7 +28,7 @@ class Source(Protocol):
 
 
 class Operation(NamedTuple):
-    """What a traced tensor is the result of."""
+    """The operation whose result a traced tensor is."""
 
     function: Any
     arguments: tuple[Any, ...]
@@ -162,7 +162,7 @@ class _Result:
         return self._reader.read(self._tensor, tuple((first, last) for first, last, _ in bounds))
 
 
-# Operations of which a slice needs slices of the inputs only.
+# Operations whose slices need slices of the inputs only.
 
 
 def _same(reader: SliceReader, operation: Operation, ranges: Ranges) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -121,6 +122,19 @@ class TokenizerConfig(Section):
     def trained_size(self) -> int:
         """Size of the vocabulary that is trained when no path is given."""
         return self.vocab_size or 8192
+
+
+def no_tokenizer(folder: Path, key: str) -> str:
+    """Return the error text for a folder that the run file names under `key` and that has no tokenizer."""
+    if not folder.exists():
+        return f"{key}: {folder} does not exist; name a folder with tokenizer.json"
+    if key == "model.path":
+        return (
+            f"model.path: {folder} has no tokenizer.json, and its weights know the ids of one tokenizer only; put the "
+            "files of that tokenizer there (AutoTokenizer's save_pretrained writes them), or name their folder with "
+            "data.tokenizer.path"
+        )
+    return f"{key}: {folder} holds no tokenizer.json; name a folder that does, or leave the path out"
 
 
 class DataConfig(Section):

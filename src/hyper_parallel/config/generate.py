@@ -90,7 +90,7 @@ def budget_of(strategy: Strategy) -> GenerationMemory:
 
 
 class GenerateConfig(Section):
-    """What `hyper-parallel generate` is given beside the model and the prompts."""
+    """Settings of `hyper-parallel generate` beside the model and the prompts."""
 
     wording: ClassVar = Wording(
         stopping="finished answers are kept",

@@ -237,7 +237,7 @@ def refuse_other_kind(path: Path, content: Mapping[str, Any], known: frozenset[s
 
 
 def folder_hint(path: Path) -> str:
-    """What to give instead of a folder, where its content tells."""
+    """A hint what to give instead of a folder, where its content tells."""
     if (path / "run.yaml").is_file():
         return f"; give {path / 'run.yaml'}"
     if (path / "config.json").is_file():

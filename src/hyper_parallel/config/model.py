@@ -96,26 +96,34 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """The ``config.json`` of a model's folder, which is untrusted. Raises ConfigError, also if the folder
     contains anything but files, or if a number is implausible for a model.
     """
-    there = Path(folder).expanduser()
-    file = there / "config.json"
-    try:
-        refuse_irregular_entries(there)
-        fields = read_json(file, LARGEST)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"model.path: {file} does not exist; give a folder as save_pretrained writes it{reading(str(folder))}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"model.path: {error.filename or file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from None
-    if not isinstance(fields, dict):
-        kind = type(fields).__name__
-        raise ConfigError(f"model.path: {file} must be a JSON object of a config's fields; it is a {kind}")
+    file = Path(folder).expanduser() / "config.json"
+    hint = f"give a folder as save_pretrained writes it{reading(str(folder))}"
+    fields = read_fields(file, "model.path", hint, check_folder=True)
     if not isinstance(fields.get("model_type"), str):
         raise ConfigError(f"model.path: {file} names no model_type, for example llama")
     if problem := implausible(fields):
         raise ConfigError(f"model.path: {file}: {problem}")
+    return fields
+
+
+def read_fields(file: Path, source: str, hint: str, *, check_folder: bool = False) -> dict[str, Any]:
+    """Return the fields of a Transformers config's JSON file, which is untrusted; `check_folder`: its folder, too.
+
+    Raises ConfigError, which begins with the `source` of the path; `hint`: what to give for a file that does not exist.
+    """
+    try:
+        if check_folder:
+            refuse_irregular_entries(file.parent)
+        fields = read_json(file, LARGEST)
+    except FileNotFoundError:
+        raise ConfigError(f"{source}: {file} does not exist; {hint}") from None
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.filename or file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{source}: {file} cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        kind = type(fields).__name__
+        raise ConfigError(f"{source}: {file} must be a JSON object of a config's fields; it is a {kind}")
     return fields
 
 

@@ -94,7 +94,7 @@ class RLTraining(Section):
     """Groups whose answers have the same reward: train on them, or draw others (dynamic sampling). Default: `drop` for
     `dapo`, else `keep`."""
     staleness: Annotated[int, Field(ge=0, strict=True)] = 0
-    """η: the version that trains a token is at most so many optimizer updates newer than the one that drew it. 0 is
+    """η: optimizer updates by which the version that trains a token is newer than the one that drew it, at most. 0 is
     synchronous; 2 · `minibatches` - 1 is one step off: a batch is generated while the one before it is trained."""
     order: Order = "fifo"
     """Of answers that are trained: in the order in which their prompts started, or as they end (`window` waits for
@@ -157,7 +157,7 @@ class RLTraining(Section):
 
     @property
     def ratios(self) -> Ratio:
-        """Of what the probability ratio is."""
+        """The unit of the probability ratio."""
         return self.ratio or ("answer" if self.algorithm == "rloo" else "token")
 
     @property
@@ -167,7 +167,7 @@ class RLTraining(Section):
 
     @property
     def normalized(self) -> Normalization:
-        """What the sum over tokens is divided by."""
+        """The divisor of the sum over tokens."""
         return self.normalization or NORMALIZATIONS[self.algorithm]
 
     @property
@@ -177,12 +177,12 @@ class RLTraining(Section):
 
     @property
     def answers(self) -> int:
-        """Of a batch."""
+        """Answers of a batch."""
         return self.prompts * self.group
 
     @property
     def updates(self) -> int:
-        """Of the optimizer, in the whole run."""
+        """Updates of the optimizer in the whole run."""
         return self.steps * self.minibatches
 
 
@@ -252,7 +252,7 @@ class WarmupConfig(Section):
     """Supervised training on the task's answers before the first step."""
 
     steps: PositiveInt = 1000
-    """At most so many."""
+    """Steps of training, at most."""
     batch: PositiveInt = 128
     """Prompts of each."""
     until: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -272,7 +272,7 @@ class RLEvalConfig(Section):
     """Evaluation on held-out prompts, before the first step and after the last one."""
 
     every: Annotated[int, Field(ge=0, strict=True)] = 0
-    """Also after each so many steps; 0: not."""
+    """Steps between two evaluations; 0: only before and after training."""
     prompts: PositiveInt = 256
     """Prompts, always the same ones, each answered once at the temperature of `rl` and once greedily."""
 

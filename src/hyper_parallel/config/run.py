@@ -48,18 +48,18 @@ class CheckpointConfig(Section):
     @field_validator("every", mode="before")
     @classmethod
     def _every_is_steps_or_time(cls, given: Any) -> Any:
-        told = f"must be a number of steps or a length of time such as 15min (got {given!r})"
+        message = f"must be a number of steps or a length of time such as 15min (got {given!r})"
         if isinstance(given, str):
             try:
                 seconds = parse_seconds(given)
             except ValueError:
-                raise ValueError(told) from None
+                raise ValueError(message) from None
             if seconds <= 0:
                 raise ValueError(
                     "must be longer than no time at all; 0, a number of steps, writes at the end only"
                 )
         elif isinstance(given, bool) or not isinstance(given, int) or given < 0:
-            raise ValueError(told)
+            raise ValueError(message)
         return given
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Optimizer(Section):
-    """What the sections have in common."""
+    """Fields that the sections have in common."""
 
     KEYS_OF_STATE: ClassVar[tuple[str, ...]] = ()
     """Keys that say what the state is: they may not change when a run is resumed."""

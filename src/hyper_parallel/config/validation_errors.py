@@ -60,8 +60,8 @@ def explain(
     groups: dict[Any, list[tuple[Where, str, str]]] = {}
     for number, detail in enumerate(error.errors()):
         where, choice = _where(detail, data, kinds)
-        told = _told(detail, model, where)
-        groups.setdefault(number if choice is None else choice, []).append((where, *told))
+        message = _message_of(detail, model, where)
+        groups.setdefault(number if choice is None else choice, []).append((where, *message))
     lines: list[str] = []
     more = 0
     for problems in groups.values():
@@ -109,7 +109,7 @@ def _where(detail: Any, data: Any, kinds: Kinds) -> tuple[Where, Where | None]:
     return tuple(where), choice
 
 
-def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
+def _message_of(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
     """The requirement, and the actual value as `` (got …)`` or nothing."""
     kind, context, given = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "unknown_key":
@@ -150,15 +150,15 @@ def _told(detail: Any, model: type[BaseModel], where: Where) -> tuple[str, str]:
     return expected.format(**{k: _show(v) for k, v in context.items()}), f" (got {_show(given)}{mend})"
 
 
-def _unknown(told: str, model: type[BaseModel], where: Where) -> str:
+def _unknown(message: str, model: type[BaseModel], where: Where) -> str:
     """The message about an unknown key: the key that another framework's word means, else the nearest one here."""
     key, colon, value = str(where[-1]).partition(":")
     if colon and value and "://" not in str(where[-1]) and field_at(model, (*where[:-1], key)) is not None:
         return f"unknown key; a space belongs after the colon: '{key}: {value}'"
     # A section's own message about the key says more than a table or a similar name.
-    general = told.startswith(("unknown key; the keys here", "unknown key; did you mean"))
+    general = message.startswith(("unknown key; the keys here", "unknown key; did you mean"))
     hint = foreign_hint(model, where) if general else ""
-    return f"unknown key{hint}" if hint else told
+    return f"unknown key{hint}" if hint else message
 
 
 def _main_key(model: type[BaseModel], where: Where, given: Any) -> str | None:
@@ -281,7 +281,7 @@ _VALUES: Mapping[str, str] = {
 
 
 def foreign_hint(model: type[BaseModel], where: tuple[str | int, ...]) -> str:
-    """What to write instead of an unknown key: ``; write strategy.axes.tensor``. Empty where nothing is known.
+    """A hint what to write instead of an unknown key: ``; write strategy.axes.tensor``. Empty where nothing is known.
 
     `model`: the file's format. The word is known as another framework's, or it is a key of another section.
     """

@@ -140,7 +140,7 @@ def from_record(record: Any, where: str, folder: Path | None = None) -> Document
 
 
 def _of_others(given: Mapping[str, Any]) -> str:
-    """What to write instead of the records of other tools."""
+    """A hint what to write instead of the records of other tools."""
     if "conversations" in given or "conversation" in given:
         return (
             '; rename it to \'messages\', a list of {"role": "user" or "assistant", "content": "..."} (ShareGPT\'s '
@@ -215,7 +215,7 @@ def _messages(value: Any, where: str, media: MediaReader) -> list[dict[str, Any]
 
 
 def template_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What the chat template gets of a record beside its messages: `tools`, `documents` and the record's
+    """The options of a record that the chat template gets beside its messages: `tools`, `documents` and the record's
     `chat_template_kwargs`. Raises DataError for one that is of another kind."""
     if record.get("functions"):
         raise DataError(

@@ -37,7 +37,7 @@ def stop_tokens(settings: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 def ids_of(given: Any) -> list[int]:
-    """Of a setting that is none, one id, or several."""
+    """Token ids of a setting that is none, one id, or several."""
     return (
         [] if given is None else [int(one) for one in (given if isinstance(given, list | tuple) else [given])]
     )

@@ -76,27 +76,27 @@ def _pinned(entry: str | HubData, key: str, say: Callable[[str], object]) -> str
     if data is None:
         return entry
     _require_datasets(key)
-    asked = data.hub_id
-    with one_at_a_time(asked.name):
-        if asked.commit is not None and (found := _noted(_note(data, key))) is not None:
-            return _at(data, asked.commit, found.split)
-        ref = _folder() / f"{_digest(asked.name, asked.revision or DEFAULT)}.ref"
+    hub_id = data.hub_id
+    with one_at_a_time(hub_id.name):
+        if hub_id.commit is not None and (found := _noted(_note(data, key))) is not None:
+            return _at(data, hub_id.commit, found.split)
+        ref = _folder() / f"{_digest(hub_id.name, hub_id.revision or DEFAULT)}.ref"
         try:
-            commit = asked.commit or _commit(asked)
+            commit = hub_id.commit or _commit(hub_id)
         except (
             Exception
         ) as error:  # huggingface_hub raises its own, httpx's and the system's exceptions alike
             last = _last(ref)
             found = None if last is None else _noted(_note(_at(data, last, data.split), key))
             if last is None or found is None:
-                raise DataError(download.explain(error, asked, f"data.{key}", data=True)) from error
-            say(f"data.{key}: {asked.shown} as the cache has it ({last[:7]}): the Hub was not reached")
+                raise DataError(download.explain(error, hub_id, f"data.{key}", data=True)) from error
+            say(f"data.{key}: {hub_id.shown} as the cache has it ({last[:7]}): the Hub was not reached")
             return _at(data, last, found.split)
         data = _at(data, commit, data.split)
         found = _noted(_note(data, key))
         if found is None:
-            say(f"data.{key}: downloading the data set {asked.shown} at {commit[:7]}")
-            found = _load(data, asked, key)
+            say(f"data.{key}: downloading the data set {hub_id.shown} at {commit[:7]}")
+            found = _load(data, hub_id, key)
         ref.write_text(commit)
         return _at(data, commit, found.split)
 
@@ -105,13 +105,13 @@ def _at(data: HubData, commit: str, split: str | None) -> HubData:
     return HubData(path=str(data.hub_id.at(commit)), name=data.name, split=split)
 
 
-def _commit(asked: HubId) -> str:
+def _commit(hub_id: HubId) -> str:
     from huggingface_hub import HfApi
 
-    return str(HfApi().dataset_info(asked.name, revision=asked.revision or DEFAULT, timeout=TIMEOUT_S).sha)
+    return str(HfApi().dataset_info(hub_id.name, revision=hub_id.revision or DEFAULT, timeout=TIMEOUT_S).sha)
 
 
-def _load(data: HubData, asked: HubId, key: str) -> Tables:
+def _load(data: HubData, hub_id: HubId, key: str) -> Tables:
     """Have datasets download and prepare it, and note its Arrow files."""
     import datasets
 
@@ -119,7 +119,7 @@ def _load(data: HubData, asked: HubId, key: str) -> Tables:
         try:
             loaded = datasets.load_dataset(data.hub_id.name, data.name, revision=data.hub_id.commit)
         except Exception as error:  # the library raises its own, Arrow's and the system's exceptions alike
-            raise DataError(_refusal(error, data, asked, key)) from error
+            raise DataError(_refusal(error, data, hub_id, key)) from error
     splits = {name: loaded[name] for name in loaded}
     chosen = _chosen(list(splits), data, key)
     table = splits[chosen]
@@ -127,7 +127,7 @@ def _load(data: HubData, asked: HubId, key: str) -> Tables:
     rows = sum(datasets.Dataset.from_file(str(one)).num_rows for one in files)
     if rows != len(table):
         raise DataError(
-            f"data.{key}: {asked.shown} has rows outside of Arrow files; save it with save_to_disk"
+            f"data.{key}: {hub_id.shown} has rows outside of Arrow files; save it with save_to_disk"
         )
     note = json.dumps({"format": _FORMAT, "split": chosen, "files": [str(one) for one in files]})
     for split in {data.split, chosen}:
@@ -137,21 +137,21 @@ def _load(data: HubData, asked: HubId, key: str) -> Tables:
     return Tables(files=tuple(files), split=chosen)
 
 
-def _refusal(error: Exception, data: HubData, asked: HubId, key: str) -> str:
+def _refusal(error: Exception, data: HubData, hub_id: HubId, key: str) -> str:
     text = " ".join(str(error).split())
     if "Config name is missing" in text or "BuilderConfig" in text:
         return (
-            f"data.{key}: {asked.shown} needs one of its subsets: {text[:300]}; write {{path: {asked.name}, name: "
+            f"data.{key}: {hub_id.shown} needs one of its subsets: {text[:300]}; write {{path: {hub_id.name}, name: "
             "SUBSET}"
         )
     if "scripts are no longer supported" in text or "trust_remote_code" in text:
         return (
-            f"data.{key}: {asked.shown} is a script, which is not run; give a data set of files (Parquet, JSON), "
-            f"often {asked.name}@refs/convert/parquet"
+            f"data.{key}: {hub_id.shown} is a script, which is not run; give a data set of files (Parquet, JSON), "
+            f"often {hub_id.name}@refs/convert/parquet"
         )
     if type(error).__name__ in ("DataFilesNotFoundError", "EmptyDatasetError"):
-        return f"data.{key}: {asked.shown} has no files that datasets reads: {text[:200]}"
-    return download.explain(error, asked, f"data.{key}", data=True)
+        return f"data.{key}: {hub_id.shown} has no files that datasets reads: {text[:200]}"
+    return download.explain(error, hub_id, f"data.{key}", data=True)
 
 
 def _chosen(splits: list[str], data: HubData, key: str) -> str:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.config.data import DataConfig
+from hyper_parallel.config.data import BUILTIN, DataConfig, TokenizerConfig
 from hyper_parallel.data import chat
 from hyper_parallel.data import tokenizer as tokenizers
 from hyper_parallel.data.corpus import Corpus, corpora
 from hyper_parallel.data.document import Chat, Document, is_held_out
 from hyper_parallel.data.media import NAMES
-from hyper_parallel.data.multimodal import Found, MultimodalData
+from hyper_parallel.data.multimodal import DataSources, MultimodalData
 from hyper_parallel.data.order import Order
 from hyper_parallel.data.packing import PackedText
 from hyper_parallel.data.processor import has_processor
 from hyper_parallel.data.read_documents import documents
 from hyper_parallel.data.sources import Declared, Source, digests, find
 from hyper_parallel.data.tokenizer import Tokenizer
-from hyper_parallel.data.tokenizer_choice import choose
 from hyper_parallel.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class TextData:
         found = digests(sources)
         key = found.reading
         holdout = config.holdout if config.eval is None else 0.0
-        self.tokenizer = choose(
+        self.tokenizer = choose_tokenizer(
             config.tokenizer, model, lambda: _trained(config, sources, key, holdout, cache)
         )
         train, held_out = corpora(
@@ -177,8 +176,8 @@ def load_data(
     family: str = "the model",
     kinds: Collection[str] = (),
 ) -> TrainingData:
-    """What the `data` section declares. `seed`, `positions` and `model` are as of `TextData`; `family` names the model,
-    and `kinds` what it takes beside text: ``image``, ``audio``.
+    """Load the data that the `data` section declares. `seed`, `positions` and `model` are as of `TextData`; `family`
+    names the model, and `kinds` what it takes beside text: ``image``, ``audio``.
 
     Raises what `TextData` does, and DataError for media that the model does not take.
     """
@@ -186,12 +185,12 @@ def load_data(
     if folder is None or not kinds:
         why = _no_media(config, model, family, kinds)
         return TextData(config, seed=seed, positions=positions, model=model, no_media=why)
-    train = Found.of(config, "train", family, kinds)
-    held_out = None if config.eval is None else Found.of(config, "eval", family, kinds)
+    train = DataSources.of(config, "train", family, kinds)
+    held_out = None if config.eval is None else DataSources.of(config, "eval", family, kinds)
     if train.media is None and (held_out is None or held_out.media is None):
         return TextData(config, seed=seed, positions=positions, model=model)
     check_positions(config, positions)
-    tokenizer = choose(config.tokenizer, model, _never)
+    tokenizer = choose_tokenizer(config.tokenizer, model, _never)
     return MultimodalData(config, folder, tokenizer, seed=seed, train=train, held_out=held_out)
 
 
@@ -218,3 +217,54 @@ def _never() -> Tokenizer:
         "data.tokenizer: a processor of images or sound needs its own tokenizer, and none is trained for it; leave "
         "'replace' and 'vocab_size' out"
     )
+
+
+# The tokenizer of a run.
+#
+# Token ids are meaningful only to weights that were trained with the same tokenizer. So loaded weights use their own
+# tokenizer, and another one only if the run file sets `replace`.
+
+
+def choose_tokenizer(
+    tokenizer: TokenizerConfig, model: str | None, trained: Callable[[], Tokenizer]
+) -> Tokenizer:
+    """The tokenizer of a run: the named one, else that of the folder `model`, else `trained()`.
+
+    Raises DataError if loaded weights get a tokenizer other than their own without `replace`.
+    """
+    if model is not None and tokenizer.path is None and not tokenizer.replace:
+        chosen = tokenizers.load(model, "model.path")
+    else:
+        chosen = trained() if tokenizer.path is None else tokenizers.load(str(tokenizer.folder))
+        own = None if model is None else Path(model).expanduser()
+        if own is not None and not tokenizer.replace and (own / "tokenizer.json").is_file():
+            _refuse_another(chosen, tokenizers.load(str(own), "model.path"))
+    if tokenizer.chat_template is not None:
+        chosen.transformers.chat_template = _template(tokenizer.chat_template)
+        chosen.folder = None
+    return chosen
+
+
+def _refuse_another(chosen: Tokenizer, own: Tokenizer) -> None:
+    """Raises unless both give every text the same ids; chat templates may differ."""
+    if chosen.ids_of_texts == own.ids_of_texts:
+        return
+    theirs, ours = own.transformers.get_vocab(), chosen.transformers.get_vocab()
+    moved = sum(ours.get(token) != number for token, number in theirs.items())
+    raise DataError(
+        f"data.tokenizer.path: {chosen.folder} is not the tokenizer that the weights of {own.folder} were trained with "
+        f"({moved} of its {len(theirs)} tokens are absent or have other ids); leave it out to use the model's own, or "
+        "set data.tokenizer.replace to true to train the embedding anew"
+    )
+
+
+def _template(given: str) -> str:
+    if given == BUILTIN:
+        return chat.DEFAULT_TEMPLATE
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise DataError(
+            f"data.tokenizer.chat_template: cannot read {given}: {reason}; name a Jinja file, or {BUILTIN!r}"
+        ) from error

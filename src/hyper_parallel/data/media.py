@@ -45,7 +45,7 @@ class Media:
 
     @property
     def identity(self) -> list[str]:
-        """What tells it from others, wherever the data lie."""
+        """Facts that distinguish it from others, wherever the data lie."""
         return [self.kind, self.name]
 
 
@@ -184,7 +184,7 @@ class MediaReader:
 
     @classmethod
     def of(cls, record: Mapping[str, Any], where: str, folder: Path) -> MediaReader:
-        """That of a record. Raises DataError for lists of anything but media."""
+        """The media of a record. Raises DataError for lists of anything but media."""
         listed: dict[Kind, list[Media]] = {}
         for key, value in record.items():
             if key in ("video", "videos") and value:

@@ -239,16 +239,16 @@ class MultimodalRows:
         """As `Rows`. Raises DataError for a file that has changed since the run began."""
         entries = [self._index.entry(row) for row in rows]
         documents = [self._reader.read(entry.place) for entry in entries]
-        made = self._processor.batch(documents, length or self.positions(rows))
+        batch = self._processor.batch(documents, length or self.positions(rows))
         for entry, document, known in zip(
-            entries, documents, made["attention_mask"].sum(1).tolist(), strict=True
+            entries, documents, batch["attention_mask"].sum(1).tolist(), strict=True
         ):
             if entry.tokens != known:
                 raise DataError(
                     f"{document.where}: it had {entry.tokens} tokens when the run began, and has {known} now; do not "
                     "change data while a run reads them"
                 )
-        return made
+        return batch
 
 
 class MultimodalData:
@@ -263,8 +263,8 @@ class MultimodalData:
         tokenizer: Tokenizer,
         *,
         seed: int,
-        train: Found,
-        held_out: Found | None,
+        train: DataSources,
+        held_out: DataSources | None,
     ) -> None:
         """`folder`: of the processor. Raises ConfigError and DataError."""
         template = config.tokenizer.chat_template
@@ -309,7 +309,7 @@ class MultimodalData:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DataSources:
     """Sources with the digests of their text and of the media that they name."""
 
     sources: list[Source]
@@ -317,12 +317,12 @@ class Found:
     media: MediaDigests | None
 
     @classmethod
-    def of(cls, config: DataConfig, key: str, family: str, kinds: Collection[str]) -> Found:
-        """Those of `data.<key>`, for a model `family` that takes media of these `kinds`. Raises DataError."""
+    def of(cls, config: DataConfig, key: str, family: str, kinds: Collection[str]) -> DataSources:
+        """The sources of `data.<key>`, for a model `family` that takes media of these `kinds`. Raises DataError."""
         sources = find(getattr(config, key), config.format, key)
         return cls(sources, digests(sources), media_digests(sources, key, family, kinds))
 
     @property
     def key(self) -> str:
-        """Of the cache."""
+        """The key of the cache."""
         return f"{self.text.reading}-{self.media.reading if self.media else ''}"

@@ -99,7 +99,7 @@ class RowWork:
 
     @property
     def total(self) -> float:
-        """Of both."""
+        """The sum of both."""
         return self.positions + self.encoder
 
 

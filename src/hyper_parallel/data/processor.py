@@ -37,7 +37,7 @@ _OF_MEDIA = ("image", "audio", "video", "boi", "boa")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one document came to."""
+    """One document after the processor."""
 
     tokens: int
     """Its positions, without padding."""
@@ -124,7 +124,7 @@ class Processor:
         if audio:
             given["audio_kwargs"] = {"sampling_rate": self._rate}
         try:
-            made = self._processor(
+            outputs = self._processor(
                 text=[one.text for one in rendered],
                 **{name: one for name, one in given.items() if one is not None},
                 text_kwargs=text_settings,
@@ -134,7 +134,7 @@ class Processor:
             raise DataError(
                 f"{where}: the model's processor does not take this: {one_line(error, 300)}"
             ) from error
-        found = {name: one for name, one in made.items() if isinstance(one, Tensor)}
+        found = {name: one for name, one in outputs.items() if isinstance(one, Tensor)}
         found["labels"] = self._labels(documents, rendered, found["input_ids"])
         return found
 
@@ -177,7 +177,7 @@ class Processor:
 
     @cached_property
     def _placeholders(self) -> list[str]:
-        """What may stand for media in a text."""
+        """Placeholders of media in a text."""
         own = vars(self._processor).items()
         return [
             value
@@ -227,7 +227,7 @@ class Processor:
 
     @cached_property
     def _written(self) -> dict[Kind, str]:
-        """What the chat template writes in place of media, or the processor's placeholder."""
+        """The text that the chat template writes in place of media, or the processor's placeholder."""
         return {
             kind: self._probed(kind) or str(getattr(self._processor, f"{kind}_token", "")) for kind in MARKS
         }
@@ -381,7 +381,7 @@ class AlignedText:
         ):
             between, first = text[gap[1] : stop], gap[1]
             whole = text[gap[0] : stop]
-            # Placeholders side by side are told apart by their number alone.
+            # Adjacent placeholders differ by their number alone.
             if written.startswith(whole, at) and (between or not number or written[at:] == whole):
                 between, first, found = whole, gap[0], at  # it was not written out
             elif number == 0:

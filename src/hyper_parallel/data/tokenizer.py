@@ -2,7 +2,7 @@
 
 Token ids are those of the tokenizer's own call on a whole text, for every kind of tokenizer: a text that is cut before
 it is encoded gets other ids wherever a tokenizer looks at what is before (the space that SentencePiece puts first).
-What bears loss is told in characters, and each token has the range of the characters that it holds.
+Ranges that bear loss are given in characters, and each token has the range of the characters that it holds.
 
 Byte-level BPE (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2): the
 alphabet is the 256 bytes, so that every text has tokens and no token is unknown.
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.config.data import no_tokenizer
 from hyper_parallel.data import long_text
 from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
 from hyper_parallel.data.chat import DEFAULT_TEMPLATE
 from hyper_parallel.data.document import fraction
-from hyper_parallel.data.tokenizer_choice import absent
 from hyper_parallel.errors import DataError, one_line
 from hyper_parallel.untrusted import refuse_irregular_entries
 
@@ -214,7 +214,7 @@ class Tokenizer:
 
     @cached_property
     def _has_windows(self) -> bool:
-        # A class with a call of its own does more than what tokenizer.json says.
+        # A class with its own call does more than what tokenizer.json says.
         called = type(self.exact)._encode_plus.__module__ == "transformers.tokenization_utils_tokenizers"
         return called and long_text.provable(self.exact.backend_tokenizer)
 
@@ -271,7 +271,7 @@ def load(folder: str, key: str = "data.tokenizer.path") -> Tokenizer:
     """
     path = Path(folder).expanduser()
     if not (path / "tokenizer.json").is_file():
-        raise DataError(absent(path, key))
+        raise DataError(no_tokenizer(path, key))
     try:
         refuse_irregular_entries(path)
     except OSError as error:
@@ -342,15 +342,15 @@ def trained(folder: Path, key: str, texts: Iterable[str], size: int, vocab_size:
 def _transformers_tokenizer(text: str) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_rust().Tokenizer.from_str(text),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = DEFAULT_TEMPLATE
-    return Tokenizer(made)
+    tokenizer.chat_template = DEFAULT_TEMPLATE
+    return Tokenizer(tokenizer)
 
 
 def _sample(texts: Iterable[str], size: int) -> Iterator[str]:

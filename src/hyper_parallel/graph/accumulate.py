@@ -110,7 +110,7 @@ def accumulation(
 
 
 class _Cut:
-    """What of a step runs when."""
+    """The nodes of a step by when they run."""
 
     def __init__(
         self, step: StepGraph, weights: Mapping[str, fx.Node], sums: Mapping[fx.Node, str], needs: Needs
@@ -175,12 +175,12 @@ class _Cut:
                 instead[node] = added[name] = end = self._added(node, totals[name])
             if node in self._behind:
                 before[node] = node.meta.get("value")
-                made = node
+                result = node
                 if node in self._micro:
                     with step.graph.inserting_after(end):
-                        made = copy_node(step.graph, node, lambda source: source)
-                self._use_sums(made, instead, before)
-                instead[node] = made
+                        result = copy_node(step.graph, node, lambda source: source)
+                self._use_sums(result, instead, before)
+                instead[node] = result
             elif node not in self._micro:
                 if node in self._gathers or node in self._once:
                     node.meta["when"] = "first" if node in self._gathers else "last"
@@ -216,7 +216,7 @@ def _is_epilogue(node: fx.Node) -> bool:
 
 
 def _behind(once: Collection[fx.Node], needs: Needs, sums: Collection[fx.Node]) -> set[fx.Node]:
-    """Of the nodes that run once a step, those that use sums."""
+    """The nodes that run once a step and use sums."""
     found: set[fx.Node] = set()
     for node in needs:
         if node in once and any(source in sums or source in found for source in needs[node]):

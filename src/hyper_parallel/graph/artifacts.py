@@ -33,7 +33,7 @@ def sealed(magic: bytes, body: bytes) -> bytes:
 
 
 def opened(magic: bytes, content: bytes) -> bytes:
-    """What was sealed. Raises Unreadable."""
+    """The content that was sealed. Raises Unreadable."""
     head = len(magic) + _DIGEST
     body = content[head:]
     if content[: len(magic)] != magic or content[len(magic) : head] != _digest(body):
@@ -48,7 +48,7 @@ def deflated(data: Any) -> bytes:
 
 
 def inflated(body: bytes, at: int) -> tuple[Any, int]:
-    """What `deflated` gave, from a place on, and where it ends."""
+    """The content that `deflated` packed, from a place on, and where it ends."""
     begin = at + 8
     end = begin + int.from_bytes(body[at:begin], "big")
     return json.loads(zlib.decompress(body[begin:end])), end
@@ -96,7 +96,7 @@ def obtain(
     """
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, T] = {}
-    made = 0
+    count = 0
     waits = {name: LockWait(folder / f"{name}.lock") for name in make}
     while len(found) < len(make):
         before = len(found)
@@ -107,7 +107,7 @@ def obtain(
                 place = folder / name
                 ready = _read(place, load)
                 if ready is None:
-                    ready, made = _made(place, make[name], load), made + 1
+                    ready, count = _made(place, make[name], load), count + 1
                 found[name] = ready
             if len(found) < len(make) and time.monotonic() > deadline:
                 raise TimeoutError(f"{len(found)} of {len(make)} subgraphs are compiled")
@@ -117,11 +117,11 @@ def obtain(
                 raise TimeoutError(
                     f"another process still compiles {len(make) - len(found)} of {len(make)} subgraphs"
                 )
-    return found, made
+    return found, count
 
 
 def _read(place: Path, load: Callable[[Path], T]) -> T | None:
-    """What lies there, if it is whole."""
+    """The file's content, if it is complete."""
     try:
         manifest = json.loads((place / _MANIFEST).read_bytes())
         whole = bool(manifest) and all(_of_file(place / name) == known for name, known in manifest.items())

@@ -1,8 +1,8 @@
 """Capture: runs a callable on fake tensors and records every dispatched operator as a graph.
 
 The recorder stands below autograd, where `loss.backward()` is operators like any others, and above the fake tensors,
-which give each result its shape and storage. It needs no values and allocates nothing. It is told the tensors that
-come from outside; one that it meets and was not told of is an error. What `torch.tensor` makes is a constant.
+which give each result its shape and storage. It needs no values and allocates nothing. The caller declares the tensors
+that come from outside; another one that it meets is an error. What `torch.tensor` makes is a constant.
 
 Which module a node belongs to: in the forward pass the innermost module whose forward runs. A node of the backward pass
 runs under an autograd node, which bears the number that its operator of the forward pass had; the recorder knows which
@@ -51,7 +51,7 @@ _QUESTIONS = frozenset(
         torch.ops.aten.is_pinned.default,
     }
 )
-"""What is asked of a fake tensor and computes nothing."""
+"""Calls that read a property of a fake tensor and compute nothing."""
 Outside = Callable[[torch.Tensor], tuple[str, torch.Tensor]]
 """A real tensor that the step read and was not told of, to its name as an input and a fake one in its place."""
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -72,7 +72,7 @@ def capture(
     outside: Outside | None = None,
     made: MutableMapping[int, torch.Tensor] | None = None,
 ) -> StepGraph:
-    """What `step` computes, as a graph. To be called inside the fake mode that its tensors belong to.
+    """Capture `step` as a graph. To be called inside the fake mode that its tensors belong to.
 
     `tensors`: every tensor that the step reads from outside, by name and kind; `step` finds them where it expects
     them, in modules for example. What it returns are the outputs. `modules`: the model whose modules' names the nodes
@@ -166,7 +166,7 @@ class _Recorder(TorchDispatchMode):
         self._sequences: list[int] = []
         self._at_sequence: list[str] = []
 
-    # What is told before.
+    # Inputs that the caller declares before.
 
     def give(self, name: str, kind: Kind, tensor: torch.Tensor) -> None:
         """A tensor from outside."""
@@ -272,9 +272,9 @@ class _Recorder(TorchDispatchMode):
         if not self._asks_sizes:
             return result
         unknown = [dim for dim, size in enumerate(result.shape) if is_symbolic(size)]
-        made = [self.sizes.nodes.get(expression(result.shape[dim])) for dim in unknown]
+        symbols = [self.sizes.nodes.get(expression(result.shape[dim])) for dim in unknown]
         # Others have the size of what they are made of.
-        if not unknown or any(size is None or size.args[0] is not node for size in made):
+        if not unknown or any(size is None or size.args[0] is not node for size in symbols):
             return result
         shape = list(result.shape)
         for dim in unknown:
@@ -336,17 +336,17 @@ class _Recorder(TorchDispatchMode):
             self.sizes.bind(result, node)
             return None
         if isinstance(result, tuple | list):
-            made: list[Value | None] = []
+            values: list[Value | None] = []
             for index, part in enumerate(result):
                 if not isinstance(part, torch.Tensor):
-                    made.append(None)
+                    values.append(None)
                     continue
                 item = self._graph.call_function(operator.getitem, (node, index))
                 item.meta.update(node.meta, value=self._value(part))
                 self._tell(part, item)
                 self.sizes.bind_value(part, item)
-                made.append(item.meta["value"])
-            return tuple(made)
+                values.append(item.meta["value"])
+            return tuple(values)
         return None
 
     def _tell(self, tensor: torch.Tensor, node: fx.Node) -> None:

@@ -32,7 +32,7 @@ __all__ = ["LIMIT_SECONDS", "Compiled", "compiled", "is_compiled"]
 # A subgraph is a run of neighbours in the order of the step, so replacing it by one node moves nothing past anything.
 # It ends
 #
-# - at whatever has an order of its own: a collective, its wait, a host point, an operator that is not PyTorch's;
+# - at whatever has its own order: a collective, its wait, a host point, an operator that is not PyTorch's;
 # - at what a compiler would do differently (random numbers) or cannot know (sizes that depend on the data);
 # - where what runs in each micro-batch meets what runs in one of them (`graph.accumulate`);
 # - where the next layer begins (`graph.step_context`). Layers that are alike give subgraphs that are alike, which are
@@ -63,22 +63,22 @@ class Subgraph:
     def graph(self) -> fx.Graph:
         """Computes the outputs from the inputs: the subgraph's nodes, in-place ones as they are."""
         graph = fx.Graph()
-        made = {node: graph.placeholder(f"input_{at}") for at, node in enumerate(self.inputs)}
-        for node, given in made.items():
+        inputs = {node: graph.placeholder(f"input_{at}") for at, node in enumerate(self.inputs)}
+        for node, given in inputs.items():
             given.meta["value"] = node.meta["value"]
 
         def found(node: fx.Node) -> fx.Node:
-            if node not in made:
+            if node not in inputs:
                 node = original(node)
-            if node not in made:
-                made[node] = again(node, graph, found)
-            return made[node]
+            if node not in inputs:
+                inputs[node] = again(node, graph, found)
+            return inputs[node]
 
         for node in self.nodes:
             for source in node.all_input_nodes:
                 found(source)
-            made[node] = graph.node_copy(node, found)
-        graph.output(tuple(made[node] for node in self.outputs))
+            inputs[node] = graph.node_copy(node, found)
+        graph.output(tuple(inputs[node] for node in self.outputs))
         return graph
 
 
@@ -113,9 +113,9 @@ def again(node: fx.Node, graph: fx.Graph, source_of: Callable[[fx.Node], fx.Node
     """A view, taken again of what `source_of` gives for its arguments."""
     for source in node.all_input_nodes:
         source_of(source)  # before the view itself is written down
-    made = graph.node_copy(node, source_of)
-    made.meta = dict(node.meta)
-    return made
+    copy = graph.node_copy(node, source_of)
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _place(node: fx.Node) -> tuple[str, When] | None:
@@ -162,7 +162,7 @@ def _subgraph(nodes: tuple[fx.Node, ...]) -> Subgraph:
 
 
 def _roots(nodes: Iterable[fx.Node], within: Collection[fx.Node] | None) -> Iterator[fx.Node]:
-    """What the memory of `nodes` was first given by; the search does not leave `within`."""
+    """The nodes that first gave the memory of `nodes`; the search does not leave `within`."""
     for node in nodes:
         root = original(node)
         if takes_a_view(root) and (within is None or root in within):
@@ -214,8 +214,8 @@ def replace(step: StepGraph, found: Sequence[Subgraph], functions: Sequence[tupl
     step.graph.lint()
 
 
-def _replace(step: StepGraph, subgraph: Subgraph, call: _Call, made: dict[fx.Node, fx.Node]) -> None:
-    """One node in the place of the subgraph's last, and a node for each of its outputs, written into `made`."""
+def _replace(step: StepGraph, subgraph: Subgraph, call: _Call, copies: dict[fx.Node, fx.Node]) -> None:
+    """One node in the place of the subgraph's last, and a node for each of its outputs, written into `copies`."""
     graph, last, inside = step.graph, subgraph.nodes[-1], frozenset(subgraph.nodes)
     meta = {
         "region": last.meta["region"],
@@ -226,7 +226,7 @@ def _replace(step: StepGraph, subgraph: Subgraph, call: _Call, made: dict[fx.Nod
     given = {value.storage for node in subgraph.inputs for value in values_of(node)}
     written = {storage for node in subgraph.nodes for storage in writes(node)} & given
     with graph.inserting_after(last):
-        node = graph.call_function(call, tuple(made.get(source, source) for source in subgraph.inputs))
+        node = graph.call_function(call, tuple(copies.get(source, source) for source in subgraph.inputs))
     node.meta.update(
         meta,
         value=tuple(output.meta["value"] for output in subgraph.outputs),
@@ -235,18 +235,18 @@ def _replace(step: StepGraph, subgraph: Subgraph, call: _Call, made: dict[fx.Nod
     following = node.next
     with graph.inserting_before(following):
         for at, output in enumerate(subgraph.outputs):
-            made[output] = graph.call_function(operator.getitem, (node, at))
-            made[output].meta.update(meta, value=output.meta["value"])
+            copies[output] = graph.call_function(operator.getitem, (node, at))
+            copies[output].meta.update(meta, value=output.meta["value"])
 
         def outside(source: fx.Node) -> fx.Node:
-            """What a node of the subgraph is, behind it."""
+            """The node behind the subgraph that stands for one in it."""
             root = original(source)
             if root not in inside:
                 return root
-            if root not in made:
+            if root not in copies:
                 assert takes_a_view(root), f"{root} is no output of its subgraph"
-                made[root] = again(root, graph, outside)
-            return made[root]
+                copies[root] = again(root, graph, outside)
+            return copies[root]
 
         for old in subgraph.nodes:
             if any(user not in inside for user in old.users):
@@ -267,7 +267,7 @@ LIMIT_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of compiling a step."""
+    """A compiled step."""
 
     step: StepGraph
     subgraphs: int

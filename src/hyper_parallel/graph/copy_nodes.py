@@ -18,7 +18,7 @@ from hyper_parallel.graph.ir import Even, StepGraph, Value, mapped_value, values
 
 
 class NodeCopies:
-    """What the nodes of a graph become in a larger one, of which it is one run."""
+    """The nodes of a graph in a larger graph that contains one run of it."""
 
     def __init__(
         self, whole: GrowingGraph, body: StepGraph, suffix: str, by: int, *, as_is: bool = False
@@ -52,10 +52,10 @@ class NodeCopies:
         whole.parts = 1 + max((even.part for even in whole.even.values()), default=-1)
         return symbols if fresh else {}
 
-    def given(self, node: fx.Node, made: fx.Node) -> None:
+    def given(self, node: fx.Node, copy: fx.Node) -> None:
         """A node of the body is this one of the whole, where its value lies then."""
-        self.made[node] = made
-        for old, new in zip(values_of(node), values_of(made), strict=True):
+        self.made[node] = copy
+        for old, new in zip(values_of(node), values_of(copy), strict=True):
             self.storages[old.storage] = new.storage
 
     def constant(self, node: fx.Node, name: str) -> None:
@@ -63,15 +63,15 @@ class NodeCopies:
         whole, key = self._whole, f"constant {name}"
         if key not in whole.named:
             whole.constants[name] = self._body.constants[str(node.target)]
-            made = whole.graph.create_node("get_attr", name)
-            made.meta = {**node.meta, "value": mapped_value(node.meta["value"], self._placed)}
-            whole.named[key] = made
+            attribute = whole.graph.create_node("get_attr", name)
+            attribute.meta = {**node.meta, "value": mapped_value(node.meta["value"], self._placed)}
+            whole.named[key] = attribute
         self.given(node, whole.named[key])
 
     def copy(self, node: fx.Node) -> fx.Node:
         """Append a copy of a node, whose arguments are known."""
-        made = self.made.__getitem__
-        args, kwargs = map_arg(node.args, made), map_arg(node.kwargs, made)
+        copy_of = self.made.__getitem__
+        args, kwargs = map_arg(node.args, copy_of), map_arg(node.kwargs, copy_of)
         new = append_call(self._whole.graph, node.name, node.target, args, kwargs)
         self._names[node.name] = new.name
         meta = node.meta.copy()
@@ -95,7 +95,7 @@ class NodeCopies:
             self._whole.sizes[self._symbols.get(symbol, symbol)] = self.made[node]
 
     def _name(self, name: str) -> str:
-        """Of a node of the body, or of what it was before, in this run."""
+        """The name in this run of a node of the body, or of what it was before."""
         return self._names.get(name, f"{name}{self._suffix}")
 
     def _placed(self, value: Value) -> Value:

@@ -52,7 +52,7 @@ from hyper_parallel.workload.work import Work
 def costs(
     step: StepGraph, sizes: Mapping[Any, int] | None = None, nodes: Iterable[fx.Node] | None = None
 ) -> dict[fx.Node, Work | Collective]:
-    """What every node does that does anything; host points, waits and numbers are left out.
+    """The work of every node that does some; host points, waits and numbers are left out.
 
     `nodes`: those that are asked about; left out, all. `sizes` gives the symbols of `step.sizes` values. Raises
     KeyError for a symbol without one, and CaptureError for a collective over a group that the capture was not told of.
@@ -106,7 +106,7 @@ class Pricer:
         """Shape and stride by their identity, and dtype, to all of a `_Sized` but its storage: copies share them."""
 
     def cost(self, node: fx.Node) -> Work | Collective | None:
-        """What a node does; None where it does nothing."""
+        """The work of a node; None where it does nothing."""
         if is_collective(node):
             return self._collective(node)
         if host_nodes.is_update(node):
@@ -123,33 +123,33 @@ class Pricer:
         form that is quick to make."""
         places: dict[fx.Node | int, int] = {}
         """Of nodes and storages."""
-        made: list[Any] = [node.target]
+        parts: list[Any] = [node.target]
 
         def add(arg: Any) -> None:
             if isinstance(arg, fx.Node):
-                made.append(fx.Node)
-                made.append(places.setdefault(arg, len(places)))
+                parts.append(fx.Node)
+                parts.append(places.setdefault(arg, len(places)))
                 for value in values_of(arg):
-                    made.append(self._of(value).like)
-                    made.append(places.setdefault(value.storage, len(places)))
+                    parts.append(self._of(value).like)
+                    parts.append(places.setdefault(value.storage, len(places)))
             elif isinstance(arg, tuple | list):
-                made.append(tuple)
+                parts.append(tuple)
                 for part in arg:
                     add(part)
-                made.append(None)
+                parts.append(None)
             elif isinstance(arg, Mapping):
                 for key, value in arg.items():
-                    made.append(key)
+                    parts.append(key)
                     add(value)
             else:
                 # 1, 1.0 and True are equal, and not the same.
-                made.append(type(arg))
-                made.append(arg)
+                parts.append(type(arg))
+                parts.append(arg)
 
         add(node.args)
         add(node.kwargs)
         add(node)
-        return tuple(made)
+        return tuple(parts)
 
     def _work(self, node: fx.Node) -> Work | None:
         target: Any = node.target
@@ -165,7 +165,7 @@ class Pricer:
         return work or self._plain(node, name, op)
 
     def _update(self, node: fx.Node) -> Work:
-        """Of the host: each call walks over its storages once."""
+        """Work of the host: each call walks over its storages once."""
         calls = host_nodes.calls_of(node)
         read = sum(value.bytes for call in calls for value in self._moved((call.args, call.kwargs)))
         wrote, flops = 0, 0.0
@@ -239,20 +239,20 @@ class Pricer:
         results = self._results(node)
         old = touched(node)
         fresh = [value for value in results if value.storage not in old]
-        made = float(sum(value.bytes for value in fresh))
+        written = float(sum(value.bytes for value in fresh))
         read = float(sum(value.bytes for value in given))
-        wrote = made + sum(value.bytes for value in into)
+        wrote = written + sum(value.bytes for value in into)
         if name in MAKES:
             # What they are made like is only asked for its shape.
             read = 0.0
         elif name in LOOKS_UP and given:
-            read += made - next(self._flat(node.args[0])).bytes
+            read += written - next(self._flat(node.args[0])).bytes
         elif name in ADDS_INTO and given:
             whole = next(self._flat(node.args[0])).bytes
             source = max((value.bytes for value in given[1:]), default=0)
             changed = min(whole, source)
             # In place only what is added to is touched; otherwise all of it is copied first.
-            read, wrote = (read - whole + changed, changed) if into else (read + changed, made + changed)
+            read, wrote = (read - whole + changed, changed) if into else (read + changed, written + changed)
         elif name in OVERWRITES and into:
             read -= sum(value.bytes for value in into)
         elif name in ("_fused_adamw", "_fused_adam"):
@@ -272,11 +272,11 @@ class Pricer:
             dtype=self._dtype(node),
             op=op,
             layout=layout if layout != "none" else "",
-            fresh=made,
+            fresh=written,
         )
 
     def _dtype(self, node: fx.Node) -> str:
-        """Of the largest input; of the largest result where there is none."""
+        """The dtype of the largest input; of the largest result where there is none."""
         values = [*self._flat(node.args), *self._flat(node.kwargs)] or self._results(node)
         return max(values, key=lambda value: value.bytes).dtype if values else "float32"
 
@@ -335,9 +335,9 @@ def _by_name(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _strided(given: list[_Sized], made: list[_Sized]) -> bool:
+def _strided(given: list[_Sized], results: list[_Sized]) -> bool:
     """Whether the largest values lie in memory in different orders, or in pieces, so that it is walked in jumps."""
-    values = [value for value in (*given, *made) if 0 not in value.stride]
+    values = [value for value in (*given, *results) if 0 not in value.stride]
     large = max((value.elements for value in values), default=0)
     orders = {_order(value) for value in values if value.elements * 2 > large}
     return len(orders) > 1 or None in orders

@@ -164,9 +164,9 @@ def reorder(
     return step.copied(order)[0]
 
 
-def arrange(made: StepGraph, order: Iterable[fx.Node]) -> None:
+def arrange(step: StepGraph, order: Iterable[fx.Node]) -> None:
     """Put the computing nodes of a graph that is being made into an order, which is legal."""
-    end = made.output
+    end = step.output
     for node in order:
         end.prepend(node)
 

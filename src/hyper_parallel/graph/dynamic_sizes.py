@@ -138,10 +138,10 @@ def largest_sizes(step: StepGraph, load: float) -> dict[Any, int]:
     _check_whole(step, parts)
     found = {}
     for symbols in parts.values():
-        told = [step.even[symbol] for symbol in symbols]
-        most = min(even.most for even in told)
-        if all(even.scales for even in told):
-            most = min(most, math.floor(load * (1 + ROUNDING) * sum(even.rows for even in told)))
+        sizes_of_part = [step.even[symbol] for symbol in symbols]
+        most = min(even.most for even in sizes_of_part)
+        if all(even.scales for even in sizes_of_part):
+            most = min(most, math.floor(load * (1 + ROUNDING) * sum(even.rows for even in sizes_of_part)))
         each, more = divmod(most, len(symbols))
         found.update({symbol: each + (at < more) for at, symbol in enumerate(symbols)})
     return found

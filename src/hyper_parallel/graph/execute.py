@@ -76,7 +76,7 @@ def run_with_host(
     answer: Any = None
     while True:
         try:
-            # Not around the host, which may compute things of its own, capture another step for one.
+            # Not around the host, which may compute something else, or capture another step.
             with below_autograd():
                 point, values = steps.send(answer)
         except StopIteration as stop:
@@ -97,7 +97,7 @@ def refuse_balanced(step: StepGraph) -> None:
 
 
 class Cache(Protocol):
-    """What runs the cache operators of a graph, and its updates on the host."""
+    """Runs the cache operators of a graph, and its updates on the host."""
 
     def store(self, x: torch.Tensor, slot: int, tier: str) -> None: ...
     def prefetch(self, x: torch.Tensor, slot: int, tier: str) -> None: ...

@@ -1,11 +1,11 @@
 """Expansion: a step of several micro-batches as one graph, written out from the loop over them.
 
 Passes that plan over a whole step (budgets, the overlap of two micro-batches, the simulator) and the profiler want each
-micro-batch with values of its own. Nothing is captured again: of the loop's body
+micro-batch with its own values. Nothing is captured again: of the loop's body
 
     nodes that run in each micro-batch     are copied, with storages and data-dependent sizes of their own
     nodes that run in the first or last    are there once, in their micro-batch
-    totals                                 are what the first micro-batch computed, where that is memory of its own,
+    totals                                 are what the first micro-batch computed, where that has its own memory,
                                            else a copy of it; later micro-batches are added in place
 
 in time proportional to nodes · micro-batches. `unrolled` does so with a few micro-batches, and leaves a loop over them,
@@ -37,22 +37,22 @@ def expanded(loops: Sequence[Accumulation], numbered: Numbered) -> StepGraph:
     Loops of micro-batches that are alike are one object. Others are captured from the same model, so that they gather
     the same weights and have the same totals; raises GraphError where they do not.
     """
-    made = _Expansion(loops, numbered)
+    expansion = _Expansion(loops, numbered)
     for number, loop in enumerate(loops):
-        _MicroBatch(made, loop, number).copy_body()
-    return made.finished(loops[0].body)
+        _MicroBatch(expansion, loop, number).copy_body()
+    return expansion.finished(loops[0].body)
 
 
 def unrolled(loop: Accumulation, width: int, numbered: Numbered) -> Accumulation:
-    """The loop whose body computes so many micro-batches, one after the other."""
-    made = _Expansion([loop] * width, numbered, is_loop=True)
+    """The loop whose body computes this number of micro-batches, one after the other."""
+    expansion = _Expansion([loop] * width, numbered, is_loop=True)
     for number in range(width):
-        _MicroBatch(made, loop, number).copy_body()
+        _MicroBatch(expansion, loop, number).copy_body()
     return Accumulation(
-        made.finished(loop.body),
+        expansion.finished(loop.body),
         loop.totals,
-        made.added,
-        {name: made.named[name] for name in loop.weights},
+        expansion.added,
+        {name: expansion.named[name] for name in loop.weights},
         frozenset(numbered(name, number) for name in loop.batch for number in range(width)),
         width * loop.width,
     )
@@ -136,7 +136,7 @@ class _MicroBatch(NodeCopies):
                 whole.gradients[self.storages[storage]] = name
 
     def _place_inputs(self) -> None:
-        """What the body is given, as the whole step has it."""
+        """Place the inputs of the body as the whole step has them."""
         whole, loop = self._expansion, self._loop
         for entry, node in zip(loop.body.inputs, loop.body.placeholders, strict=True):
             if whole.is_loop or entry.name not in loop.totals:
@@ -145,8 +145,8 @@ class _MicroBatch(NodeCopies):
         if self._number:
             for name, node in (*loop.weights.items(), *_totals(loop).items()):
                 self._known(node, name)
-            for node, made in whole.lasting.items():
-                self.given(node, made)
+            for node, copy in whole.lasting.items():
+                self.given(node, copy)
 
     def _known(self, node: fx.Node, name: str) -> None:
         if name not in self._expansion.named:
@@ -162,12 +162,12 @@ class _MicroBatch(NodeCopies):
         assert isinstance(gradient, fx.Node)
         (value,) = values_of(node)
         if whole.is_loop:
-            made = self._copied(node)
-            whole.added.setdefault(name, made)
-            return made
+            copy = self._copied(node)
+            whole.added.setdefault(name, copy)
+            return copy
         if self._number:
-            made = whole.named[name] = self._copied(node)
-            return made
+            copy = whole.named[name] = self._copied(node)
+            return copy
         first = self.made[gradient]
         if name not in whole.own:
             first = whole.own_copy(first, value, node.meta)
@@ -176,10 +176,10 @@ class _MicroBatch(NodeCopies):
         return first
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        made = self.copy(node)
+        copy = self.copy(node)
         if not self._expansion.is_loop:
-            made.meta.pop("when", None)
-        return made
+            copy.meta.pop("when", None)
+        return copy
 
 
 def _totals(loop: Accumulation) -> dict[str, fx.Node]:

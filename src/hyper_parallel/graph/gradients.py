@@ -50,7 +50,7 @@ UNREDUCED, UNSUMMED = f"{GRADIENT}unreduced:", f"{GRADIENT}unsummed:"
 
 @dataclass(frozen=True)
 class GradientSums:
-    """What is added up over the micro-batches of a step."""
+    """Sums over the micro-batches of a step."""
 
     sums: Mapping[str, fx.Node]
     """Gradients before reductions that run once a step, by name."""
@@ -168,11 +168,11 @@ def sums_last(step: StepGraph, prefix: str, parts_of: PartsOf) -> StepGraph:
             found[name] = (parts, chain)
     if not found:
         return step
-    made, known = step.copied()
+    copy, known = step.copied()
     for name, (parts, chain) in found.items():
-        _rewrite(made, name, [known[part] for part in parts], [known[one] for one in chain], prefix)
-    made.graph.lint()
-    return made
+        _rewrite(copy, name, [known[part] for part in parts], [known[one] for one in chain], prefix)
+    copy.graph.lint()
+    return copy
 
 
 def _linear_end(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
@@ -256,11 +256,11 @@ def _node(
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
     """A node with a result like `value`, whose storage is that of `moved`, or a new one that is then known there."""
-    made: fx.Node = step.graph.call_function(target, args, kwargs or {})
+    result: fx.Node = step.graph.call_function(target, args, kwargs or {})
     if value.storage not in moved:
         old = step.storages[value.storage]
         moved[value.storage] = len(step.storages)
         step.storages.append(Storage(moved[value.storage], old.bytes, old.device))
     # Of no module, so that it belongs to the stage of what it is applied to.
-    made.meta = {**like.meta, "module": "", "value": value.in_storage(moved[value.storage])}
-    return made
+    result.meta = {**like.meta, "module": "", "value": value.in_storage(moved[value.storage])}
+    return result

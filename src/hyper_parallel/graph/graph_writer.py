@@ -64,20 +64,20 @@ class GrowingGraph:
             else self.graph.inserting_after(self._last_input)
         )
         with where:
-            made = self._last_input = self.graph.placeholder(node.name)
-        made.meta = {**node.meta, "value": value}
+            placeholder = self._last_input = self.graph.placeholder(node.name)
+        placeholder.meta = {**node.meta, "value": value}
         self.inputs.append(entry)
-        self.named[entry.name] = made
-        return made
+        self.named[entry.name] = placeholder
+        return placeholder
 
     def storage(self, size: Size, device: torch.device, name: str | None = None) -> int:
-        """Memory of so many bytes, by its index."""
+        """Add a storage of this number of bytes; its index."""
         index = len(self.storages)
         self.storages.append(Storage(index, size, device, name))
         return index
 
     def region(self, region: Region, by: int) -> Region:
-        """A region of another micro-batch, later by so many."""
+        """The same region in a later micro-batch."""
         if not by or region.micro_batch is None:
             return region
         known = self._regions.get((region, by))
@@ -89,14 +89,14 @@ class GrowingGraph:
         """Memory for a value of known sizes. `meta`: of the node, but for its value."""
         index = self.storage(span(value) * value.dtype.itemsize, value.device)
         arguments = list(value.shape), list(value.stride)
-        made = append_call(
+        call = append_call(
             self.graph, name, _EMPTY, arguments, {"dtype": value.dtype, "device": value.device}
         )
-        made.meta = {**meta, "value": value.in_storage(index)}
-        return made
+        call.meta = {**meta, "value": value.in_storage(index)}
+        return call
 
     def own_copy(self, source: fx.Node, value: Value, meta: dict[str, Any]) -> fx.Node:
-        """What a node gives, [as `value`], in memory of its own."""
+        """A copy of a node's value, [as `value`], in its own memory."""
         made = self.empty(value, meta, source.name)
         copy = append_call(self.graph, source.name, _COPY, (made, source), {})
         copy.meta = dict(made.meta)
@@ -110,21 +110,21 @@ class GrowingGraph:
         answer: Value,
         writes: Collection[int] = (),
     ) -> fx.Node:
-        """A host point that is answered with a flat tensor like `answer`, in memory of its own. `writes`: storages that
+        """A host point that is answered with a flat tensor like `answer`, in its own memory. `writes`: storages that
         the host writes to."""
         index = self.storage(answer.bytes, answer.device)
         arguments = (point.value, list(shown), answer.elements)
-        made = append_call(self.graph, f"host_{point.value}", HOST, arguments, {"dtype": answer.dtype})
-        made.meta = {**_meta(region), "value": answer.in_storage(index)}
+        call = append_call(self.graph, f"host_{point.value}", HOST, arguments, {"dtype": answer.dtype})
+        call.meta = {**_meta(region), "value": answer.in_storage(index)}
         if writes:
-            made.meta["writes"] = set(writes)
-        return made
+            call.meta["writes"] = set(writes)
+        return call
 
     def call(self, target: Any, arguments: tuple[Any, ...], region: Region, value: Value) -> fx.Node:
         """A node that is in none of the graphs, with a value that lies in memory of the whole."""
-        made = append_call(self.graph, target.__name__.partition(".")[0], target, arguments, {})
-        made.meta = {**_meta(region), "value": value}
-        return made
+        call = append_call(self.graph, target.__name__.partition(".")[0], target, arguments, {})
+        call.meta = {**_meta(region), "value": value}
+        return call
 
     def finished(self, like: StepGraph, outputs: Mapping[str, fx.Node] = MappingProxyType({})) -> StepGraph:
         """The graph. `like`: one of those that it has copies of."""
@@ -144,7 +144,7 @@ class GrowingGraph:
 
 
 def _meta(region: Region) -> dict[str, Any]:
-    """Of a node that is no copy."""
+    """`meta` of a node that is no copy."""
     return {"region": region, "module": "", "recomputed": False}
 
 
@@ -172,45 +172,45 @@ class GraphWriter(GrowingGraph):
 
     def add_constant(self, node: fx.Node) -> None:
         """One of the whole graph's constants."""
-        made = self.made[node] = self.graph.node_copy(node)
-        made.meta = dict(node.meta)
+        copy = self.made[node] = self.graph.node_copy(node)
+        copy.meta = dict(node.meta)
 
     def given(self, node: fx.Node, name: str, kind: Kind, direction: Phase) -> None:
         """An input in place of a node that gives one tensor."""
         (value,) = values_of(node)
-        made = self.graph.placeholder(f"given_{node.name}")
+        placeholder = self.graph.placeholder(f"given_{node.name}")
         self.inputs.append(Input(name, kind))
-        self._arrives(node, made, value, direction, self._span_of(value, name))
+        self._arrives(node, placeholder, value, direction, self._span_of(value, name))
 
     def answered(self, node: fx.Node, direction: Phase) -> None:
         """A value that the host is asked for, in the order of its memory, in place of a node."""
         (value,) = values_of(node)
         answer = self.host_point(HostPoint.RECEIVE, [], direction, value)
-        made = self.graph.call_function(_STRIDED, (answer, list(value.shape), list(value.stride)))
+        view = self.graph.call_function(_STRIDED, (answer, list(value.shape), list(value.stride)))
         (flat,) = values_of(answer)
-        self._arrives(node, made, value, direction, flat.storage)
+        self._arrives(node, view, value, direction, flat.storage)
 
-    def _arrives(self, node: fx.Node, made: fx.Node, value: Value, direction: Phase, storage: int) -> None:
-        """`made` gives in this graph what `node` gives elsewhere."""
-        made.meta.update(_meta(_region(direction)), module=node.meta.get("module", ""))
-        made.meta["value"] = value.in_storage(storage)
-        self.made[node] = made
+    def _arrives(self, node: fx.Node, copy: fx.Node, value: Value, direction: Phase, storage: int) -> None:
+        """`copy` gives in this graph what `node` gives elsewhere."""
+        copy.meta.update(_meta(_region(direction)), module=node.meta.get("module", ""))
+        copy.meta["value"] = value.in_storage(storage)
+        self.made[node] = copy
 
     def emit(self, node: fx.Node) -> fx.Node:
         """A node of the whole graph."""
-        made = self.made[node] = copy_node(self.graph, node, self.made.__getitem__)
+        copy = self.made[node] = copy_node(self.graph, node, self.made.__getitem__)
         moved: dict[int, int] = {}
         for source in node.all_input_nodes:
             moved.update(moved_storages(source.meta.get("value"), self.made[source].meta.get("value")))
-        made.meta = moved_meta(made, moved)
-        return made
+        copy.meta = moved_meta(copy, moved)
+        return copy
 
     def added(self, target: Any, arguments: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """A node that is not in the whole graph, with a result like another node's in memory of its own."""
-        made = self.graph.call_function(target, arguments)
+        """A node that is not in the whole graph, with a result like another node's in its own memory."""
+        call = self.graph.call_function(target, arguments)
         (value,) = values_of(like)
-        made.meta.update(like.meta, value=value.in_storage(self._span_of(value)))
-        return made
+        call.meta.update(like.meta, value=value.in_storage(self._span_of(value)))
+        return call
 
     def host_point(
         self, point: HostPoint, shown: Sequence[fx.Node], direction: Phase, like: Value | None = None
@@ -225,9 +225,9 @@ class GraphWriter(GrowingGraph):
         """The graph, which returns these nodes of it."""
         sizes = self._whole.sizes.items()
         self.sizes = {symbol: self.made[node] for symbol, node in sizes if node in self.made}
-        made = self.finished(self._whole, outputs)
-        made.output.meta = _meta(_region(direction))
-        return made
+        finished = self.finished(self._whole, outputs)
+        finished.output.meta = _meta(_region(direction))
+        return finished
 
     def _span_of(self, value: Value, name: str | None = None) -> int:
         """Memory for a value, by its index."""

@@ -1,7 +1,7 @@
 """Guards: questions about input values that a captured step depends on, such as an all-ones mask.
 
-A tensor of a capture has no values. Where one is computed from inputs alone, a small graph of its own computes it from
-the real ones, and the step goes on with the answer. The graph that is captured then is right for inputs of which the
+A tensor of a capture has no values. Where one is computed from inputs alone, a small separate graph computes it from
+the real ones, and the step goes on with the answer. The graph that is captured then is right for inputs for which the
 same questions have the same answers, and `Question.of` asks them again. An answer that no input decides holds always.
 """
 
@@ -92,7 +92,7 @@ class Questions:
     @staticmethod
     def _comes_from_elsewhere(of: fx.Node) -> bool:
         """Whether what a node gives is computed from what no question can be answered from: said soon for the numbers
-        of an exchange, of which a model with many experts asks for thousands."""
+        of an exchange; a model with many experts asks for thousands."""
         seen, pending = {of}, deque([of])
         while pending:
             node = pending.popleft()
@@ -115,8 +115,8 @@ class Questions:
         kept: list[fx.Node] = []
         wanted = {of}
         for node in reversed(graph.nodes):
-            made = {value.storage for value in values_of(node)}
-            if node not in wanted and not (made | writes(node)) & needed:
+            storages = {value.storage for value in values_of(node)}
+            if node not in wanted and not (storages | writes(node)) & needed:
                 continue
             if node.op == "placeholder" and names[node].name not in self._tensors:
                 return None

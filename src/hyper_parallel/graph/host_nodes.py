@@ -128,17 +128,17 @@ class OperatorCall:
 
     @cached_property
     def moved(self) -> tuple[int, ...]:
-        """Which of `moved` it touches, ascending."""
+        """The places in `moved` of what it touches, ascending."""
         return _indices((self.args, self.kwargs))
 
     @cached_property
     def given(self) -> tuple[int, ...]:
-        """Which of `given` it is given, ascending."""
+        """The places in `given` of its arguments, ascending."""
         return _indices((self.args, self.kwargs), HostArguments)
 
     @cached_property
     def writes(self) -> tuple[int, ...]:
-        """Which of them it changes."""
+        """The ones that it changes."""
         return _indices(list(mutated_arguments(self.operator, self.args, self.kwargs)))
 
 
@@ -172,7 +172,7 @@ def host_arguments_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def slots_of(node: fx.Node) -> tuple[int, ...]:
-    """Of each storage its slot; none before there is a plan."""
+    """The slot of each storage; none before there is a plan."""
     return _tuple(node, 3)
 
 
@@ -196,7 +196,7 @@ def writes_of(node: fx.Node) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Number:
-    """What a scalar was at a moment, whatever becomes of its memory."""
+    """The value of a scalar at a moment, whatever becomes of its memory."""
 
     value: bool | int | float
     dtype: torch.dtype
@@ -207,7 +207,7 @@ class Number:
 
 
 def taken(given: Sequence[torch.Tensor]) -> list[Number]:
-    """What an update is given, as it begins: scalars that the host has."""
+    """Arguments of an update as it begins: scalars that the host has."""
     return [Number(one.item(), one.dtype) for one in given]
 
 

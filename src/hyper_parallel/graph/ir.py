@@ -100,7 +100,7 @@ used in it. `temporary`: everything else."""
 
 @dataclass(frozen=True)
 class Value:
-    """What one edge of the graph carries."""
+    """The value on one edge of the graph."""
 
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
@@ -123,7 +123,7 @@ class Value:
 
     @property
     def bytes(self) -> Size:
-        """Of the elements, each counted once even where an expanded dim repeats it."""
+        """Bytes of the elements, each counted once even where an expanded dim repeats it."""
         count: Size = self.dtype.itemsize
         for size, stride in zip(self.shape, self.stride, strict=True):
             if not (isinstance(stride, int) and stride == 0):
@@ -171,13 +171,13 @@ class CollectiveGroup:
 
 @dataclass(frozen=True)
 class Even:
-    """What a size that depends on the data is, where rows spread evenly."""
+    """The value of a data-dependent size where rows spread evenly."""
 
     rows: int
     scales: bool
     """More popular experts make it larger in proportion."""
     part: int
-    """The sizes that were told together have the same number."""
+    """The sizes that were declared together have the same number."""
     most: int
     """What all of the part are together at most, whatever the data."""
 
@@ -218,7 +218,7 @@ class StepGraph:
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
-        """What is computed, in order: no placeholders, constants and output."""
+        """Nodes that compute, in order: no placeholders, constants and output."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
     @property
@@ -262,7 +262,7 @@ class StepGraph:
         for old in nodes:
             known[old] = append_copy(graph, old, known)
         sizes = {symbol: known[node] for symbol, node in self.sizes.items()}
-        made = StepGraph(
+        copy = StepGraph(
             graph,
             list(self.inputs),
             list(self.outputs),
@@ -275,7 +275,7 @@ class StepGraph:
             self.groups,
             self.slots,
         )
-        return made, known
+        return copy, known
 
 
 def values_of(node: fx.Node) -> Iterator[Value]:
@@ -337,10 +337,10 @@ def group_of(step: StepGraph, node: fx.Node) -> CollectiveGroup:
     name = group_name(node)
     found = step.groups.get(name)
     if found is None:
-        told = ", ".join(sorted(step.groups)) or "none"
+        known_groups = ", ".join(sorted(step.groups)) or "none"
         raise CaptureError(
             f"the graph's {node.target} is over the process group {name!r}, of which the capture was not told "
-            f"(told of: {told}); give `capture` the axis and the ranks of each group in `groups`"
+            f"(told of: {known_groups}); give `capture` the axis and the ranks of each group in `groups`"
         )
     return found
 
@@ -360,7 +360,7 @@ def ranks_of(step: StepGraph) -> list[int]:
 
 @once_each
 def _role(target: Any) -> Literal["begins", "waits", ""]:
-    """What an operator does for a collective."""
+    """The part of an operator in a collective."""
     if getattr(target, "namespace", "") != "_c10d_functional":
         return ""
     return "waits" if "wait" in str(target) else "begins"
@@ -368,7 +368,7 @@ def _role(target: Any) -> Literal["begins", "waits", ""]:
 
 @once_each
 def _place_of_group(target: Any) -> int:
-    """Which argument of a collective is its group."""
+    """The place of the group among a collective's arguments."""
     return next(i for i, argument in enumerate(target._schema.arguments) if argument.name == _ARGUMENT)
 
 

@@ -233,7 +233,7 @@ def described(module: nn.Module, modules: set[str] | None = None) -> dict[str, s
 
 
 def _attribute(value: Any, inside: set[int], modules: set[str]) -> str:
-    """What an attribute is; `inside`: the objects that it is part of; `modules`: as of `described`."""
+    """The description of an attribute; `inside`: the objects that it is part of; `modules`: as of `described`."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if id(value) in inside:
@@ -270,7 +270,7 @@ def _attribute(value: Any, inside: set[int], modules: set[str]) -> str:
 
 
 def _code(code: types.CodeType) -> str:
-    """What code does, wherever it is written."""
+    """The description of code, wherever it is written."""
     constants = [_constant(one) for one in code.co_consts]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     takes = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
@@ -333,13 +333,14 @@ def own_index(layers: Sequence[nn.Module]) -> list[dict[str, list[str]]]:
 
 
 def _facts(layer: nn.Module, index: int) -> dict[str, str]:
-    """What a layer computes; in names of modules such as ``model.layers.3.mlp`` without the layer's own index."""
+    """Facts of a layer's computation; in names of modules such as ``model.layers.3.mlp`` without the layer's own
+    index."""
     name = re.compile(rf"(?<=[a-z_]\.){index}(?=\.[a-z_])")
     return {key: name.sub("*", value) for key, value in described(layer).items()}
 
 
 def _telling(facts: Iterable[Mapping[str, str]]) -> set[str]:
-    """What is not each layer's own index."""
+    """The attributes that are not each layer's own index."""
     return {key for index, one in enumerate(facts) for key, value in one.items() if value != repr(index)}
 
 
@@ -348,7 +349,7 @@ def _telling(facts: Iterable[Mapping[str, str]]) -> set[str]:
 
 @dataclass(frozen=True)
 class Period:
-    """Layers of which a period repeats, some in front of it and some behind it, and those that are captured.
+    """Layers with a period that repeats, some in front of it and some behind it, and those that are captured.
 
     Of the periods as many are captured at either end, where a layer may differ in how it hands on what it computed, and
     between them one that stands for all others.

@@ -182,7 +182,7 @@ def peak_of(found: list[Lifetime]) -> Peak:
 
 
 def workspaces(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[Lifetime]:
-    """What is taken beside the storages of `lifetimes`, to be laid beside them; `sizes` gives the symbols values.
+    """Return the lifetimes of workspaces, memory beside the storages of `lifetimes`; `sizes`: values of symbols.
 
     Their storage is -1, since they have none.
     """

@@ -142,7 +142,7 @@ class _Writer:
         numbers: dict[int, int] = {}
         more = self._slots.first + max(step.slots, default=-1) + 1
         for life in found:
-            # Each further life of a storage has a number of its own.
+            # Each further life of a storage has its own number.
             number = more + len(numbers) if life.storage in numbers else life.storage
             numbers[number] = life.storage
             if life.born >= 0:
@@ -207,10 +207,10 @@ class _Writer:
             self._write(node, None, "compute", (), born)
             way, born = f"{there}>device", ()
         last = self._last
-        made = self._slots.begun(slot) if node.target is store else ()
+        begun = self._slots.begun(slot) if node.target is store else ()
         work = Work("copy", read=float(self._slots.bytes(slot)), op="copy")
         after = sorted({*((last,) if last >= 0 else ()), self._updated.get(slot, last)} - {-1})
-        self._copied[slot] = self._write(node, work, f"copy:{way}", tuple(after), (*born, *made))
+        self._copied[slot] = self._write(node, work, f"copy:{way}", tuple(after), (*born, *begun))
         return last if last >= 0 else self._copied[slot]
 
     def _update(self, node: fx.Node, cost: Work | Collective | None) -> int:
@@ -240,7 +240,7 @@ class _Writer:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """Of each op."""
+        """The nodes of each op."""
         return tuple(node for node, *_ in self._written)
 
     @property
@@ -295,11 +295,11 @@ class _Slots:
         """Of a slot that the step is done with: the wait for its last copy, or its update."""
 
     def resident(self) -> Iterator[Bytes]:
-        """What lies there as the step begins."""
+        """Bytes that lie there as the step begins."""
         return (self._bytes[slot] for slot in sorted(self._there))
 
     def begun(self, slot: int) -> tuple[Bytes, ...]:
-        """What a store allocates."""
+        """Bytes that a store allocates."""
         if slot in self._there:
             return ()
         self._there.add(slot)

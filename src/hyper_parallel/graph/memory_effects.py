@@ -171,7 +171,7 @@ def draws_random(node: fx.Node) -> bool:
 
 @once_each
 def _dropout(target: Any) -> tuple[int | None, Any]:
-    """Of an operator that draws as its `dropout_p` says, the argument's place and default; of another one, None and
+    """For an operator that draws as its `dropout_p` says, the argument's place and default; of another one, None and
     whether it draws."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return None, False
@@ -184,7 +184,7 @@ def _dropout(target: Any) -> tuple[int | None, Any]:
 def has_effect(node: fx.Node) -> bool:
     """Whether running a node does more than giving its value.
 
-    It writes, talks to other ranks or to the host, moves memory, or draws random numbers, of which the next one gets
+    It writes, talks to other ranks or to the host, moves memory, or draws random numbers, so that the next draw gets
     others.
     """
     if node.op != "call_function":

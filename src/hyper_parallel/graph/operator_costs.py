@@ -48,7 +48,7 @@ REDUCES = frozenset(
 ADDS_UP = frozenset({"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "logsumexp", "any", "all"})
 """They are given dims."""
 TOGETHER = 32
-"""Elements that lie together: from so many on, memory is as good as contiguous."""
+"""Contiguous elements from which on memory is as good as contiguous."""
 FLOPS = {
     **dict.fromkeys(
         ("exp", "log", "sin", "cos", "tanh", "sigmoid", "rsqrt", "sqrt", "div", "reciprocal", "pow"), 4.0
@@ -345,5 +345,5 @@ def _price(
 
 
 def _bytes(step: StepGraph, value: Value, sizes: Mapping[object, int]) -> int:
-    """Of what is broadcast, what is there."""
+    """Bytes of a tensor; of a broadcast one, of its elements in memory."""
     return min(known(value.bytes, sizes), known(step.storages[value.storage].bytes, sizes))

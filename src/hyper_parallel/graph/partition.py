@@ -46,7 +46,7 @@ _OF_WEIGHTS = frozenset({"parameter", "buffer", "constant"})
 _ADD = torch.ops.aten.add.Tensor
 
 StageOf = Callable[[str], int | None]
-"""Module name to its stage; None where the module has none of its own."""
+"""Module name to its stage; None where the module has no stage."""
 
 
 @dataclass(frozen=True)
@@ -279,17 +279,17 @@ def crossings(
 
 def _counted(crossing: Iterable[Crossing], kind: int) -> list[Crossing]:
     seen: Counter[tuple[int, int]] = Counter()
-    made = []
+    stages = []
     for one in crossing:
-        made.append(replace(one, place=seen[one.source, one.target], kind=kind))
+        stages.append(replace(one, place=seen[one.source, one.target], kind=kind))
         seen[one.source, one.target] += 1
-    return made
+    return stages
 
 
 def _crossing(
     source: fx.Node, start: int, node: fx.Node, target: int, wrote: Mapping[int, fx.Node]
 ) -> Crossing:
-    """What `node` of stage `target` takes from stage `start`, as the writes so far have left it."""
+    """The values that `node` of stage `target` takes from stage `start`, as the writes so far have left it."""
     direction: Literal["forward", "backward"] = "forward" if start < target else "backward"
     if direction == "forward" and _is_backward(source):
         raise GraphError(

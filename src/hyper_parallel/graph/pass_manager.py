@@ -46,15 +46,15 @@ Contents = dict[str, tuple[str, dict[int, str]]]
 class Pass(Protocol):
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """The name in messages."""
 
     @property
     def provides(self) -> frozenset[str]:
-        """What later passes may rely on."""
+        """Properties that later passes may rely on."""
 
     @property
     def conflicts(self) -> frozenset[str]:
-        """What no earlier pass may have provided."""
+        """Properties that no earlier pass may have provided."""
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The rewritten graph; `step` stays as it is."""
@@ -75,7 +75,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Ran:
-    """What one pass made of a graph."""
+    """The result of one pass on a graph."""
 
     name: str
     before: StepGraph
@@ -109,7 +109,7 @@ def _of_short(one: Pass, short: Callable[[], StepGraph]) -> StepGraph:
 
 
 def rewritten(step: StepGraph, passes: Sequence[Pass]) -> StepGraph:
-    """What the passes make of a graph. Raises GraphError as `run_passes` does."""
+    """The graph after the passes. Raises GraphError as `run_passes` does."""
     ran = run_passes(step, passes)
     return ran[-1].after if ran else step
 

@@ -47,12 +47,12 @@ def inferred(node: fx.Node, value: Any) -> tuple[Any, dict[int, Size]]:
     # What lies in memory of an argument lies there still.
     lent = {one.storage for source in node.all_input_nodes for one in values_of(source)}
     sizes: dict[int, Size] = {}
-    made = []
+    symbols = []
     for one, tensor in zip(values, tensors, strict=True):
-        made.append(Value(tuple(tensor.shape), tensor.stride(), one.dtype, one.device, one.storage))
+        symbols.append(Value(tuple(tensor.shape), tensor.stride(), one.dtype, one.device, one.storage))
         if one.storage not in lent:
             sizes[one.storage] = tensor.untyped_storage().nbytes()
-    remaining = iter(made)
+    remaining = iter(symbols)
     return mapped_value(value, lambda _: next(remaining)), sizes
 
 
@@ -153,7 +153,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Previous:
-    """That of the period in front; A has `first`."""
+    """The reference of the period in front; A has `first`."""
 
     at: Any
     first: Any
@@ -161,7 +161,7 @@ class Previous:
 
 @dataclass(frozen=True)
 class Next:
-    """That of the period behind; B has `last`."""
+    """The reference of the period behind; B has `last`."""
 
     at: Any
     last: Any
@@ -192,7 +192,7 @@ Made = tuple[int, int]
 
 @dataclass
 class Pattern:
-    """What A and B have in common."""
+    """The pattern that A and B have in common."""
 
     pair: Pair
     a: list[fx.Node]
@@ -211,7 +211,7 @@ class Pattern:
 
     @property
     def own_symbols(self) -> dict[Any, Any]:
-        """Those that each period has for itself."""
+        """The symbols that each period has for itself."""
         return {mine: its for mine, its in self.pairs.symbols.items() if mine != its}
 
 

@@ -97,7 +97,7 @@ class _Assembly:
         """New nodes outside whose values are not what they were."""
 
     def _fresh_symbols(self) -> list[dict[Any, Any]]:
-        """Of each period, A's symbols to its own."""
+        """For each period, A's symbols to its own."""
         own = self._pattern.own_symbols
         if not own:
             return [{} for _ in self._first]
@@ -117,9 +117,9 @@ class _Assembly:
                 self._write(node, period)
         whole = self._whole
         whole.gradients, whole.sizes, whole.even = self._gradients(), self._sizes(), self._even()
-        made = whole.finished(self._step, self._outputs())
-        made.slots = self._step.slots
-        return made
+        assembled = whole.finished(self._step, self._outputs())
+        assembled.slots = self._step.slots
+        return assembled
 
     # Runs
 
@@ -158,12 +158,12 @@ class _Assembly:
         name = entry.name if entry is not None else None
         value = mapped_value(template.meta.get("value"), lambda one: self._placed(one, period, name))
         args, kwargs = self._pattern.arguments[at]
-        made = self._append(template, self._filled(args, period), self._filled(kwargs, period), entry)
+        node = self._append(template, self._filled(args, period), self._filled(kwargs, period), entry)
         meta = {**template.meta, "region": region, "module": module}
         if "value" in template.meta:
             meta["value"] = value
-        set_meta(made, meta)
-        self._periods[period][at] = made
+        set_meta(node, meta)
+        self._periods[period][at] = node
 
     def _append(self, like: fx.Node, args: Any, kwargs: Any, entry: Input | None) -> fx.Node:
         whole = self._whole
@@ -202,7 +202,7 @@ class _Assembly:
         return self._node(reference.what)
 
     def _node(self, node: fx.Node) -> fx.Node:
-        """What a node of the captured graph became."""
+        """The node that a node of the captured graph became."""
         known = self._pattern.place.get(node)
         if known is None:
             return self._made[node]
@@ -248,21 +248,21 @@ class _Assembly:
 
     def _write_outside(self, node: fx.Node) -> None:
         args, kwargs = self._taken(node.args), self._taken(node.kwargs)
-        made = self._made[node] = self._append(node, args, kwargs, self._input_of.get(node))
-        made.meta = dict(node.meta)
+        copy = self._made[node] = self._append(node, args, kwargs, self._input_of.get(node))
+        copy.meta = dict(node.meta)
         if "value" not in node.meta:
             return
         value = mapped_value(node.meta["value"], lambda one: one.in_storage(self._known(one.storage)))
-        grown = len(made.all_input_nodes) != len(node.all_input_nodes)
-        if grown or not self._changed.isdisjoint(made.all_input_nodes):
+        grown = len(copy.all_input_nodes) != len(node.all_input_nodes)
+        if grown or not self._changed.isdisjoint(copy.all_input_nodes):
             before = value
-            value, sizes = inferred(made, before)
+            value, sizes = inferred(copy, before)
             storages = self._whole.storages
             for storage, size in sizes.items():
                 storages[storage] = replace(storages[storage], bytes=size)
             if value != before:
-                self._changed.add(made)
-        made.meta["value"] = value
+                self._changed.add(copy)
+        copy.meta["value"] = value
 
     def _taken(self, argument: Any) -> Any:
         """An argument of a node outside, with what copies give."""
@@ -329,8 +329,8 @@ class _Assembly:
             if period is None:
                 found[symbol] = self._node(node)
             else:
-                made = self._periods[period][self._pattern.place[node][1]]
-                found[self._symbols[period].get(symbol, symbol)] = made
+                node_of_period = self._periods[period][self._pattern.place[node][1]]
+                found[self._symbols[period].get(symbol, symbol)] = node_of_period
         return found
 
     def _even(self) -> dict[Any, Even]:

@@ -66,7 +66,7 @@ class Profiler:
     ) -> Timeline:
         """The run whose length is the median of all.
 
-        `classes`: every rank's class, of which there is one; left out, there is one rank. `capacity`: bytes of the
+        `classes`: every rank's class, the same one; left out, there is one rank. `capacity`: bytes of the
         device's memory. The others are those of `lower` and of Timeline.
         """
         found = lowered(self._step, sizes=self._sizes)

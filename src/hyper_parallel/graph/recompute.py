@@ -63,9 +63,9 @@ def recompute(
     are computed again for another part of the step, the place of the first node that uses the repetition. Raises
     GraphError for a storage that the backward pass does not use, or that cannot be computed again.
     """
-    made, _ = step.copied()
-    _Repeater(made, frozenset(storages), collectives, frozenset(kept), lates).repeat()
-    return trim(made)
+    copy, _ = step.copied()
+    _Repeater(copy, frozenset(storages), collectives, frozenset(kept), lates).repeat()
+    return trim(copy)
 
 
 def repeatable(
@@ -75,7 +75,7 @@ def repeatable(
     collectives: Repeated = "weights",
     lates: Mapping[int, int] | None = None,
 ) -> list[int]:
-    """Those of the storages that `recompute` does not refuse."""
+    """The storages that `recompute` does not refuse."""
     repeater = _Repeater(step, frozenset(), collectives, lates=lates)
     return [storage for storage in storages if repeater.refusal(storage) is None]
 
@@ -88,7 +88,7 @@ def affordable(
     collectives: Repeated = "weights",
     kept: Collection[int] = (),
 ) -> dict[int, float]:
-    """Those storages that may be computed again at once, each within its limit, to what each costs beside the others.
+    """The storages that may be computed again at once, each within its limit, to what each costs beside the others.
 
     They are looked at in the order in which they are made. To make one costs the prices of all nodes that lead there
     from what stays; what was found affordable before does not stay. So what is not becomes a checkpoint, from which
@@ -114,13 +114,13 @@ def regather(step: StepGraph, kept: Callable[[str], bool] = lambda module: False
 
     `kept` says of a module's name whether its weights stay.
     """
-    made, _ = step.copied()
-    repeater = _Repeater(made, frozenset(), "weights")
+    copy, _ = step.copied()
+    repeater = _Repeater(copy, frozenset(), "weights")
     made_in = {
-        value.storage: node.meta["module"] for node in reversed(list(made.nodes)) for value in values_of(node)
+        value.storage: node.meta["module"] for node in reversed(list(copy.nodes)) for value in values_of(node)
     }
     repeater.repeat_all(storage for storage in sorted(repeater.weights) if not kept(made_in[storage]))
-    return trim(made)
+    return trim(copy)
 
 
 def layers(
@@ -147,7 +147,8 @@ def inside(
 
 
 def homes(step: StepGraph, modules: Collection[str]) -> dict[int, str | None]:
-    """Of each storage that the step makes, the only one of the modules that uses it early; None where there is none."""
+    """For each storage that the step makes, the only one of the modules that uses it early; None where there is
+    none."""
     nodes = list(step.nodes)
     of = {node: _owner(node.meta["module"], modules) for node in nodes}
     home: dict[int, str | None] = {}
@@ -290,7 +291,7 @@ class _Repeater:
             self._step.output.prepend(node)
 
     def _repeat_storage(self, storage: int, late: int) -> None:
-        """Insert what makes a storage before the node at `late`, as far as it is not there yet."""
+        """Insert the nodes that make a storage before the node at `late`, except those that are there."""
         needed = [node for node in self.chain(storage) if node not in self._again]
         with self._step.graph.inserting_before(self._nodes[late]):
             for node in needed:

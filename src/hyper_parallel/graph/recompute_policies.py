@@ -83,10 +83,10 @@ def narrow(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> StepGraph
             sources[storage] = source
     chosen = repeatable(step, lates, collectives="none", lates=lates)
     kept = {sources[storage] for storage in chosen}
-    made = recompute(step, chosen, collectives="none", kept=kept, lates=lates)
+    rewritten = recompute(step, chosen, collectives="none", kept=kept, lates=lates)
     named = {sources[storage]: step.gradients[storage] for storage in chosen}
-    made.gradients = {**made.gradients, **named, **_repeated(made)}
-    return made
+    rewritten.gradients = {**rewritten.gradients, **named, **_repeated(rewritten)}
+    return rewritten
 
 
 def _repeated(step: StepGraph) -> dict[int, str]:

@@ -24,20 +24,20 @@ from hyper_parallel.graph.step_context import region_of
 def collectives_in_place(step: StepGraph) -> StepGraph:
     """The same step in another order, which ranks share that compute with the same weights."""
     gathers = _gathers(step)
-    made = reorder(step, later(step, gathers), [node for node in step.nodes if is_collective(node)])
+    reordered = reorder(step, later(step, gathers), [node for node in step.nodes if is_collective(node)])
     moved = {node.name for node in gathers}
-    place = {node: at for at, node in enumerate(made.nodes)}
-    for node in reversed(list(made.nodes)):
+    place = {node: at for at, node in enumerate(reordered.nodes)}
+    for node in reversed(list(reordered.nodes)):
         users = [user for user in node.users if user.op == "call_function"]
         if node.name in moved and users:
             node.meta["module"] = min(users, key=lambda user: place[user]).meta["module"]
         elif node.name in moved and not node.users:
-            made.graph.erase_node(node)  # of a weight that nothing uses
-    return _reduced_at_once(made, list(made.nodes))
+            reordered.graph.erase_node(node)  # of a weight that nothing uses
+    return _reduced_at_once(reordered, list(reordered.nodes))
 
 
 def _gathers(step: StepGraph) -> list[fx.Node]:
-    """What makes weights whole, of parameters alone and before the model's code."""
+    """Nodes that gather weights, from parameters alone and before the model's code."""
     nodes = [node for node in step.nodes if node.meta["module"] == ""]
     known = of_weights(step, list(step.nodes)) | set(step.outside)
     return [
@@ -46,7 +46,7 @@ def _gathers(step: StepGraph) -> list[fx.Node]:
 
 
 def _reduced_at_once(step: StepGraph, nodes: list[fx.Node]) -> StepGraph:
-    """What reduces gradients in the backward pass of the root, as early as it can be."""
+    """Return the step with the reductions of gradients of the root's backward pass as early as they can be."""
     root = [
         node
         for node in nodes
@@ -84,7 +84,7 @@ def _pure(node: fx.Node) -> bool:
 # them and host points stay in their order. So the bits are the same.
 
 FEW = 1 / 64
-"""Of the bytes that are read: results of at most so many are few numbers."""
+"""Share of the bytes that are read up to which a result counts as few numbers."""
 
 
 def sums_at_birth(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> StepGraph:
@@ -129,8 +129,8 @@ def _groups(step: StepGraph, bytes_of: list[int]) -> dict[fx.Node, fx.Node]:
     """Nodes that make few numbers of much, and those that compute for them alone, to the last one of their group."""
     found: dict[fx.Node, fx.Node] = {}
     for node in step.nodes:
-        made = sum(bytes_of[storage] for storage in _fresh(node))
-        if not made or _stays(node):
+        allocated = sum(bytes_of[storage] for storage in _fresh(node))
+        if not allocated or _stays(node):
             continue
         group, pending = {node}, [node]
         while pending:
@@ -141,7 +141,9 @@ def _groups(step: StepGraph, bytes_of: list[int]) -> dict[fx.Node, fx.Node]:
                     group.add(source)
                     pending.append(source)
         inside = set().union(*map(_fresh, group))
-        if made <= FEW * sum(bytes_of[storage] for storage in set().union(*map(touched, group)) - inside):
+        if allocated <= FEW * sum(
+            bytes_of[storage] for storage in set().union(*map(touched, group)) - inside
+        ):
             found.update(dict.fromkeys(group, node))
     return found
 

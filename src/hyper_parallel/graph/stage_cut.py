@@ -105,7 +105,7 @@ def count_layers(step: StepGraph, layers: str) -> int:
 
 
 def balanced_counts(step: StepGraph, layers: str, stages: int, cost: NodeCost) -> tuple[int, ...]:
-    """The number of layers of each of `stages` stages, the most expensive of which is as cheap as can be.
+    """The number of layers of each of `stages` stages, so that the most expensive stage is as cheap as can be.
 
     What comes before and after the layers counts in the first and in the last stage, which alone may have no layers.
     Raises StrategyError for more stages than that allows.
@@ -201,7 +201,7 @@ class _Problem:
         return best[0]
 
     def most_even(self, limit: int) -> tuple[int, ...]:
-        """Of the cuts whose stages cost at most `limit`, the one with the smallest sum of squares, then counts."""
+        """The cut, of those whose stages cost at most `limit`, with the smallest sum of squares, then counts."""
         best: list[tuple[int, tuple[int, ...]] | None] = [None] * self._total + [(0, ())]
         for stage in reversed(range(self._stages)):
             best = [

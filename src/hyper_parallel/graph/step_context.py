@@ -34,7 +34,7 @@ PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "clip", "optimizer")
 
 
 def phase(name: Phase) -> AbstractContextManager[None]:
-    """What is computed inside belongs to this phase."""
+    """Inside, computation belongs to this phase."""
     return replace(current_step(), phase=name).installed()
 
 
@@ -82,7 +82,7 @@ def layer_of(module: str) -> str:
 
 
 def micro_batch(index: int) -> AbstractContextManager[None]:
-    """What is captured in the block belongs to this micro-batch."""
+    """Inside, captured nodes belong to this micro-batch."""
     return replace(current_step(), micro_batch=index).installed()
 
 
@@ -174,8 +174,8 @@ class StepContext:
     widest_spread: bool = False
     """For the memory of a pass only: experts get as many rows, and as many of filling, as any choice can give them."""
     even_load: float | None = None
-    """For costs only, the sizes hold for no batch: every expert is chosen equally often, and this rank's get so many
-    times the mean. None reads the routing."""
+    """For costs only, the sizes hold for no batch: every expert is chosen equally often, and this rank's get this
+    multiple of the mean. None reads the routing."""
     pads_values: bool = False
     """For costs only: attention is captured as one kernel where a CPU has none (`graph.capture_overrides`)."""
     fused: frozenset[str] = frozenset()

@@ -86,18 +86,18 @@ def from_bytes(content: bytes, groups: Mapping[str, CollectiveGroup]) -> tuple[S
     Raises Unreadable for bytes that are damaged, and where an operator or a group is missing here.
     """
     body = opened(_MAGIC, content)
-    told, end = inflated(body, 0)
+    raw, end = inflated(body, 0)
     data, end = inflated(body, end)
     constants = safetensors.load(body[end:])
     try:
-        return _Reader(data, constants, groups).step(), told
+        return _Reader(data, constants, groups).step(), raw
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
 
 
-def groups_of(told: Any) -> list[tuple[str, tuple[int, ...]]]:
+def groups_of(written: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Axis and ranks of groups as `group_rows` gave them."""
-    return [(axis, tuple(ranks)) for axis, ranks in told]
+    return [(axis, tuple(ranks)) for axis, ranks in written]
 
 
 def group_rows(groups: Mapping[str, CollectiveGroup]) -> list[Any]:
@@ -280,7 +280,7 @@ class _Reader:
         targets = [_target_of(name) for name in data["targets"]]
         graph, nodes, argument = fx.Graph(), self._nodes, self._argument
         for op, name, target, args, kwargs, kind, storage, region, further in data["rows"]:
-            made = append_node(
+            node = append_node(
                 graph,
                 name,
                 _OPS[op],
@@ -288,7 +288,7 @@ class _Reader:
                 tuple([nodes[one] if type(one) is int and one >= 0 else argument(one) for one in args]),
                 {key: argument(one) for key, one in kwargs},
             )
-            if made.name != name:
+            if node.name != name:
                 raise Unreadable(f"the name {name} is there twice")
             meta = dict(regions[region]) if region >= 0 else {}
             if kind >= 0:
@@ -298,8 +298,8 @@ class _Reader:
                 meta["value"] = _value_of(kind, storage, kinds)
             for key, value in further:
                 meta[key] = self._constant(value)
-            set_meta(made, meta)
-            nodes.append(made)
+            set_meta(node, meta)
+            nodes.append(node)
         symbol = self._symbols.expression
         storages = [
             Storage(index, self._constant(size), torch.device(device), name)

@@ -24,17 +24,17 @@ from hyper_parallel.units import format_bytes
 from hyper_parallel.untrusted import is_plain_name, read_json
 
 
-def explain(error: BaseException, asked: HubId, key: str, *, bare: bool = False, data: bool = False) -> str:
-    """The line for a failure to find or download `asked`, which `key` names. `bare`: it was written without ``hub:``,
+def explain(error: BaseException, hub_id: HubId, key: str, *, bare: bool = False, data: bool = False) -> str:
+    """The line for a failure to find or download `hub_id`, which `key` names. `bare`: it was written without ``hub:``,
     and could have meant a folder. `data`: it is a data set.
     """
     from huggingface_hub import constants
     from huggingface_hub import errors as hub
 
-    what, shown = ("data set" if data else "model"), asked.shown
-    page = f"{constants.ENDPOINT}/{'datasets/' if data else ''}{asked.name}"
+    what, shown = ("data set" if data else "model"), hub_id.shown
+    page = f"{constants.ENDPOINT}/{'datasets/' if data else ''}{hub_id.name}"
     causes = list(_causes(error))
-    command = asked.download_command + (" --repo-type dataset" if data else "")
+    command = hub_id.download_command + (" --repo-type dataset" if data else "")
     there = f"where there is a network, type: {command}"
     copied = f"{there}; the cache {constants.HF_HOME} (HF_HOME) may be copied here"
     for one in causes:
@@ -47,7 +47,7 @@ def explain(error: BaseException, asked: HubId, key: str, *, bare: bool = False,
             )
         if isinstance(one, hub.RevisionNotFoundError):
             return (
-                f"{key}: {asked.name} has no revision {asked.revision!r}; {page}/tree/main lists its branches and "
+                f"{key}: {hub_id.name} has no revision {hub_id.revision!r}; {page}/tree/main lists its branches and "
                 "tags, or leave '@…' out"
             )
         if isinstance(one, hub.RepositoryNotFoundError):
@@ -128,7 +128,7 @@ _SMALL = ("config.json", "generation_config.json", *PROCESSOR_FILES, *TOKENIZER_
 
 
 class Wanted(Enum):
-    """Which files of a repository."""
+    """The files of a repository that are needed."""
 
     CONFIG = "config"
     """``config.json`` alone."""
@@ -139,7 +139,7 @@ class Wanted(Enum):
 
 
 def pinned(
-    asked: HubId,
+    hub_id: HubId,
     wanted: Wanted,
     key: str,
     *,
@@ -153,27 +153,27 @@ def pinned(
 
     Raises ConfigError, with the mend, where the files can neither be downloaded nor found.
     """
-    if asked.commit is not None and _complete(
-        snapshot_folder(asked.name, asked.commit), wanted, tokenizer=True
+    if hub_id.commit is not None and _complete(
+        snapshot_folder(hub_id.name, hub_id.commit), wanted, tokenizer=True
     ):
-        return asked
-    with one_at_a_time(asked.name):
+        return hub_id
+    with one_at_a_time(hub_id.name):
         try:
-            return asked.at(_download(asked, wanted, key, tell))
+            return hub_id.at(_download(hub_id, wanted, key, tell))
         except ConfigError:
             raise
         except (
             Exception
         ) as error:  # huggingface_hub raises its own, httpx's and the system's exceptions alike
-            cached = _cached_commit(asked)
-            if cached is None or not _complete(snapshot_folder(asked.name, cached), wanted, tokenizer=False):
-                raise ConfigError(explain(error, asked, key, bare=bare)) from error
-            if asked.commit is None:
-                tell(f"{key}: {asked.shown} as the cache has it ({cached[:7]}): the Hub was not reached")
-            return asked.at(cached)
+            cached = _cached_commit(hub_id)
+            if cached is None or not _complete(snapshot_folder(hub_id.name, cached), wanted, tokenizer=False):
+                raise ConfigError(explain(error, hub_id, key, bare=bare)) from error
+            if hub_id.commit is None:
+                tell(f"{key}: {hub_id.shown} as the cache has it ({cached[:7]}): the Hub was not reached")
+            return hub_id.at(cached)
 
 
-def current_commit(asked: HubId, *, data: bool = False, seconds: float = 3.0) -> str | None:
+def current_commit(hub_id: HubId, *, data: bool = False, seconds: float = 3.0) -> str | None:
     """The commit that a branch or tag is at now; None where the Hub does not say within some seconds.
     `data`: it is a data set.
     """
@@ -181,42 +181,42 @@ def current_commit(asked: HubId, *, data: bool = False, seconds: float = 3.0) ->
 
     try:
         kind = "dataset" if data else "model"
-        info = HfApi().repo_info(asked.name, repo_type=kind, revision=asked.revision, timeout=seconds)
+        info = HfApi().repo_info(hub_id.name, repo_type=kind, revision=hub_id.revision, timeout=seconds)
         found = info.sha
-    except Exception:  # as above; what is asked for is only said
+    except Exception:  # as above; the answer is only shown
         return None
     return None if found is None else str(found)
 
 
-def _download(asked: HubId, wanted: Wanted, key: str, tell: Callable[[str], object]) -> str:
+def _download(hub_id: HubId, wanted: Wanted, key: str, tell: Callable[[str], object]) -> str:
     """Download what is missing; the commit."""
     from huggingface_hub import HfApi
 
     found = HfApi().model_info(
-        asked.name, revision=asked.revision or DEFAULT, timeout=TIMEOUT_S, files_metadata=True
+        hub_id.name, revision=hub_id.revision or DEFAULT, timeout=TIMEOUT_S, files_metadata=True
     )
     sizes = {one.rfilename: one.size or 0 for one in found.siblings or [] if is_plain_name(one.rfilename)}
     names = [name for name in sizes if _is_wanted(name, wanted)]
-    there = snapshot_folder(asked.name, str(found.sha))
+    there = snapshot_folder(hub_id.name, str(found.sha))
     if wanted is not Wanted.ASSETS and "config.json" not in names:
         raise ConfigError(
-            f"{key}: {asked.shown} has no config.json on the Hub, so it is no model of Transformers; give one that is"
+            f"{key}: {hub_id.shown} has no config.json on the Hub, so it is no model of Transformers; give one that is"
         )
-    weights = _weights(asked, sizes, key) if wanted is Wanted.MODEL else []
+    weights = _weights(hub_id, sizes, key) if wanted is Wanted.MODEL else []
     missing = sum(sizes[name] for name in (*names, *weights) if not (there / name).exists())
     if missing:
-        _room(asked, missing, key)
-        tell(f"{key}: downloading {asked.shown} at {str(found.sha)[:7]}, {format_bytes(missing)}")
-    commit = _fetch(asked, names, quiet=not missing)
+        _room(hub_id, missing, key)
+        tell(f"{key}: downloading {hub_id.shown} at {str(found.sha)[:7]}, {format_bytes(missing)}")
+    commit = _fetch(hub_id, names, quiet=not missing)
     if wanted is not Wanted.MODEL:
         return commit
-    at = asked.at(commit)
+    at = hub_id.at(commit)
     if INDEX in weights:
         _fetch(at, [INDEX], quiet=True)
         shards = _shards(snapshot_folder(at.name, commit))
         if strange := next((one for one in shards if one not in sizes), None):
             raise ConfigError(
-                f"{key}: {asked.shown}: {INDEX} names {strange!r}, which the repository does not have"
+                f"{key}: {hub_id.shown}: {INDEX} names {strange!r}, which the repository does not have"
             )
         weights = shards
     _fetch(at, weights, quiet=not missing)
@@ -229,7 +229,7 @@ def _is_wanted(name: str, wanted: Wanted) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _SMALL)
 
 
-def _weights(asked: HubId, sizes: Mapping[str, int], key: str) -> list[str]:
+def _weights(hub_id: HubId, sizes: Mapping[str, int], key: str) -> list[str]:
     """The index with all that may be its shards, or the one file, of files with their bytes. Raises ConfigError where
     there are none."""
     names = sorted(name for name in sizes if name.endswith(".safetensors"))
@@ -242,19 +242,19 @@ def _weights(asked: HubId, sizes: Mapping[str, int], key: str) -> list[str]:
         return names
     only = f"only {', '.join(sorted(others)[:3])}" if others else "no weights"
     raise ConfigError(
-        f"{key}: {asked.shown} has no safetensors on the Hub ({only}), and nothing else is loaded; give a repository "
+        f"{key}: {hub_id.shown} has no safetensors on the Hub ({only}), and nothing else is loaded; give a repository "
         "or a revision with safetensors (often @refs/pr/N), or a folder that save_pretrained wrote from it"
     )
 
 
-def _fetch(asked: HubId, names: Sequence[str], *, quiet: bool) -> str:
+def _fetch(hub_id: HubId, names: Sequence[str], *, quiet: bool) -> str:
     """Download files by their names; the commit."""
     from huggingface_hub import snapshot_download, utils
 
     with bars(utils, hidden=quiet or not sys.stderr.isatty()):
         folder = snapshot_download(
-            asked.name,
-            revision=asked.revision or DEFAULT,
+            hub_id.name,
+            revision=hub_id.revision or DEFAULT,
             allow_patterns=[glob.escape(name) for name in names],
         )
     return Path(folder).name
@@ -290,25 +290,25 @@ def _complete(folder: Path, wanted: Wanted, *, tokenizer: bool) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _cached_commit(asked: HubId) -> str | None:
+def _cached_commit(hub_id: HubId) -> str | None:
     """The commit that the cache has for a revision."""
-    if asked.commit is not None:
-        return asked.commit
+    if hub_id.commit is not None:
+        return hub_id.commit
     try:
-        found = (cache_folder(asked.name) / "refs" / (asked.revision or DEFAULT)).read_text().strip()
+        found = (cache_folder(hub_id.name) / "refs" / (hub_id.revision or DEFAULT)).read_text().strip()
     except OSError:
         return None
-    return asked.at(found).commit
+    return hub_id.at(found).commit
 
 
-def _room(asked: HubId, needed: int, key: str) -> None:
+def _room(hub_id: HubId, needed: int, key: str) -> None:
     """Raise ConfigError where the disk of the cache has too little room."""
-    there = cache_folder(asked.name)
+    there = cache_folder(hub_id.name)
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise ConfigError(f"{key}: {asked.shown}: {full(needed, free)}")
+        raise ConfigError(f"{key}: {hub_id.shown}: {full(needed, free)}")
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ class HubId:
 
     @property
     def download_command(self) -> str:
-        """What downloads it on a machine with a network."""
+        """The command that downloads it on a machine with a network."""
         return f"hf download {self.name}" + ("" if self.revision is None else f" --revision {self.revision}")
 
 

@@ -62,7 +62,7 @@ class Batch:
             )
 
     def requests(self, generator: Generator) -> list[Request]:
-        """What is missing. Raises DataError with the line of a prompt that the model cannot read."""
+        """The requests that are missing. Raises DataError with the line of a prompt that the model cannot read."""
         ids: dict[int, list[int]] = {}
         found = []
         for row, sample in self._missing:
@@ -196,7 +196,7 @@ def read_prompts(path: Path) -> list[Row]:
 
 
 def prompt_of(prompt: str | None, chat: str | None) -> str | list[dict[str, str]]:
-    """What one of two options of the command line gives: a text to continue, or the messages of a conversation."""
+    """The prompt of one of two options of the command line: a text to continue, or the messages of a conversation."""
     if prompt is not None:
         return prompt
     assert chat is not None, "one of the two is given"

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hyper_parallel.compat import collectives
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
-from hyper_parallel.inference.kv_cache.pages import Group, rows_of
+from hyper_parallel.inference.kv_cache.paged_cache import PagedCache, PagedLayer
 from hyper_parallel.inference.kv_cache.run_cache import RunCache
+from hyper_parallel.inference.kv_cache.tiers import Group
 from hyper_parallel.inference.paged_attention import (
     ExpandsKeys,
     MaskFunction,
@@ -28,6 +28,7 @@ from hyper_parallel.inference.paged_attention import (
 )
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current
 from hyper_parallel.inference.rank_groups import ContextGroup, Piece
+from hyper_parallel.inference.runs import rows_of
 
 
 class ContextEngine(Engine):
@@ -99,7 +100,7 @@ class ContextEngine(Engine):
         return collectives.all_reduce(logits, context.group)
 
     def _local(self, index: int, segment: Segment) -> Segment:
-        """What this rank has of a request's context."""
+        """This rank's part of a request's context."""
         local = self._context.local
         older = tuple(Group(local(one.first), local(one.end), one.blocks) for one in segment.older)
         return Segment(index, local(segment.end), 0, segment.runs, local(segment.base), older)
@@ -244,15 +245,16 @@ def _contexts(module: nn.Module, key: Tensor, value: Tensor, ragged: ContextPass
         def out_of_pages(index: int) -> tuple[Tensor, Tensor] | None:
             if index not in places:
                 return None
-            keys, values = found.layer.read(places[index])
+            layer: PagedLayer = found.layer
+            keys, values = layer.read(places[index])
             return keys[0], values[0]
 
         return out_of_pages
-    layer = ragged.last
-    if layer is None:
+    last: PagedLayer | None = ragged.last
+    if last is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends without writing to the cache")
-    if not layer.expand:
-        layer.expand = True
+    if not last.expand:
+        last.expand = True
         raise ExpandsKeys
     parts: dict[int, tuple[Tensor, Tensor]] = {}
     end = 0

@@ -27,7 +27,6 @@ from hyper_parallel.inference.blocked_products import (
 )
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
-from hyper_parallel.inference.kv_cache.pages import rows_of
 from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.inference.paged_attention import ExpandsKeys
@@ -41,6 +40,7 @@ from hyper_parallel.inference.ragged_pass import (
     positions_of,
 )
 from hyper_parallel.inference.request import Completion, Request, Running, TextOf, before_stop, no_text
+from hyper_parallel.inference.runs import rows_of
 from hyper_parallel.inference.sampler import Decide, decide
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
 from hyper_parallel.shard.forward import inference, parameters_of
@@ -74,7 +74,7 @@ class Engine:
         self.around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context for each pass of `run`."""
         self.taken: Callable[[Running, int, float | None], object] = lambda one, token, logprob: None
-        """Is told each token that a request gets, the one that ends it included, with its log-probability."""
+        """Called with each token that a request gets, the one that ends it included, with its log-probability."""
         self.fit: Fit | None = None
         """Chooses `batch` and `pages` of a run, and places weights for it."""
         self.row_length: Callable[[Sequence[Segment]], int] = self._row_length

@@ -170,7 +170,7 @@ class Generator:
         return pinned_prompts(self._engine, *self._requests(prompts, {"max_tokens": 1, "n": 1}))
 
     def moved(self) -> str:
-        """What was moved between memories until now, in words; empty where nothing was."""
+        """Bytes that were moved between memories until now, in words; empty where nothing was."""
         parts = [self.memory.report if self.memory is not None else ""]
         if cache := self.cache_report.progress():
             parts.append(f"keys and values: {cache}")

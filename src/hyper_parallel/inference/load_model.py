@@ -59,7 +59,7 @@ def load(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
 
 
 def identity(found: Path) -> list[Any]:
-    """What tells whether a located folder holds the same model later: its path, and size and time of each file."""
+    """Facts that tell whether a located folder holds the same model later: its path, and size and time of each file."""
     files = [(path, path.stat()) for path in sorted(found.rglob("*")) if path.is_file()]
     return [
         str(found.absolute()),
@@ -186,7 +186,7 @@ _COUNT = itertools.count()
 
 
 def _device() -> torch.device:
-    """That of this worker, which `launch` or the script has set."""
+    """The device of this worker, which `launch` or the script has set."""
     kind = collectives.device_type()
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())

@@ -204,7 +204,7 @@ class MemoryBudget:
 
     @property
     def report(self) -> str:
-        """What was moved, in words; empty where nothing was."""
+        """The bytes that were moved, in words; empty where none were."""
         read = [f"{format_bytes(count)} from {name}" for name, count in self.stream.tiers.read.items()]
         return f"{', '.join(read)} ({self.stream.stall:.1f} s waited)" if read else ""
 
@@ -235,7 +235,7 @@ class MemoryBudget:
         return Needs(self._sizes, cache.shapes, page, requests, settings, self._room, **own)
 
     def _workspace(self, engine: Engine, count: int, needs: Needs) -> int:
-        """Of passes of `count` requests; measured unless it was for such requests."""
+        """The workspace of passes of `count` requests; measured unless it was for such requests."""
         known = self._measured.setdefault((count, needs.settings.rows), [])
         for other, bytes_ in known:
             if needs.extent.within(other):
@@ -324,7 +324,7 @@ class MemoryBudget:
 
 
 def _free(model: nn.Module, device: torch.device) -> int:
-    """What is free on the device, with what the model holds there."""
+    """Bytes that are free on the device, with those that the model holds there."""
     held = storage_bytes(local_of(x) for x in (*model.parameters(), *model.buffers()) if x.device == device)
     return int(_OF_FREE * (backend().memory_free() + held))
 
@@ -343,7 +343,7 @@ def tiers_for_weights(memory: GenerationMemory) -> dict[str, Tier]:
 
 
 def tiers_for_cache(memory: GenerationMemory, sizes: KVCacheSizes, page_bytes: int) -> dict[str, Tier]:
-    """Those in which the KV cache has pages, as large as these. Raises TierError."""
+    """The tiers in which the KV cache has pages, as large as these. Raises TierError."""
     slot = round_up(sizes.block * page_bytes, ALIGN)
     host, pool, flash = (
         getattr(sizes, name) // sizes.block * slot or None for name in ("host", "pool", "flash")

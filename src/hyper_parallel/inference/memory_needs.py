@@ -32,7 +32,8 @@ from hyper_parallel.units import format_bytes
 
 
 class Needs:
-    """Of some requests on one model. `room`: bytes of tiers for the KV cache, by name, the fastest first."""
+    """The memory that some requests need on one model. `room`: bytes of tiers for the KV cache, by name, the fastest
+    first."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class Needs:
         stored: int | None = None,
         pinned: int = 0,
     ) -> None:
-        """`page`: tokens of a page, of which this process stores `stored`, by default all. `pinned`: pages of prompts
-        that stay on the device."""
+        """`page`: tokens of a page; `stored`: those that this process stores, by default all. `pinned`: pages of
+        prompts that stay on the device."""
         self.settings, self.pinned = settings, pinned
         self.extent = Extent.of(requests)
         self._sizes, self._page, self._stored = sizes, page, page if stored is None else stored
@@ -132,7 +133,7 @@ class Extent:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Extent:
-        """Of all of them together."""
+        """The extent of all of them together."""
         given = [one.sampling for one in requests]
         drawn = any(one.temperature for one in given)
         sampling = Sampling(

@@ -36,7 +36,7 @@ class Module:
     name: str
     bytes: int
     gatherable: bool = False
-    """An embedding of which a pass needs a few rows only; they are gathered where the table lies."""
+    """An embedding: a pass needs a few of its rows, which are gathered where the table lies."""
     chance: float = 1.0
     """That one token needs it: of an expert, K/E."""
 
@@ -91,12 +91,12 @@ class MemoryPlan:
 
     @property
     def read(self) -> int:
-        """That a pass reads, at most: not all experts are chosen in each."""
+        """Bytes that a pass reads, at most: not all experts are chosen in each."""
         return sum(self.sizes.modules[place].bytes for place in self.streamed)
 
     @cached_property
     def expected(self) -> float:
-        """That a pass reads on average, with a token of each request."""
+        """Bytes that a pass reads on average, with a token of each request."""
         modules = [self.sizes.modules[place] for place in self.streamed]
         return sum(one.bytes * (1 - (1 - one.chance) ** self.requests) for one in modules)
 

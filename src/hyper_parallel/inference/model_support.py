@@ -69,7 +69,7 @@ def check_model(model: nn.Module) -> Any:
 
 
 def check_length(config: Any, tokens: int) -> None:
-    """Raise UnsupportedModelError if requests of so many tokens, prompt and answer, are longer than the model reads."""
+    """Raise UnsupportedModelError if a request of `tokens`, prompt and answer, is longer than the model reads."""
     most = longest_text(config)
     if most is not None and tokens > most:
         raise UnsupportedModelError(

@@ -4,7 +4,7 @@ What a query sees is the model's own mask function (causal, sliding window, chun
 request: models hand it to their attention's mask function, which here returns it unevaluated (`RaggedMask`). Keys that
 no query of a segment sees, before a sliding window, are not read.
 
-Each segment is a call of its own, whose bits depend on that request alone. What these calls need and layers have in
+Each segment is a separate call, whose bits depend on that request alone. What these calls need and layers have in
 common (masks, where keys lie) is found once a pass (`Contexts`).
 """
 
@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function
 
 from hyper_parallel.compat.dispatch import unchanged_products
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.kv_cache.paged_cache import Matrices
+from hyper_parallel.inference.kv_cache.paged_cache import Matrices, PagedLayer
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current
 
 # Views of the rows of many requests in one call: PyTorch's split, with the gaps between them as parts of their own.
@@ -61,7 +61,7 @@ _IGNORED = frozenset({"dropout", "sliding_window", "position_ids", "cache_positi
 
 @dataclass(frozen=True)
 class Contexts:
-    """What the segments of a pass see in one kind of layers."""
+    """The contexts that the segments of a pass see in one kind of layers."""
 
     ragged: RaggedPass
     seen: list[tuple[int, Tensor | None]]
@@ -76,7 +76,7 @@ MaskFunction = Callable[..., Any]
 
 
 class PositionMask:
-    """What the queries of one kind of layers see, evaluated at positions."""
+    """The mask of one kind of layers, evaluated at positions."""
 
     def __init__(self, function: MaskFunction) -> None:
         self._function = function
@@ -211,7 +211,7 @@ def _read(
     ragged = contexts.ragged
     found = ragged.returned.get(key.data_ptr())
     if found is not None and found.same(key, value):
-        layer = found.layer
+        layer: PagedLayer = found.layer
         views = (contexts.on_device.of(x, 2) for x in layer.rows)
         for segment, (first, _), keys, values in zip(ragged.segments, contexts.seen, *views, strict=True):
             if keys is None or values is None:
@@ -219,7 +219,7 @@ def _read(
             else:
                 yield *layer.unpacked(keys, values), None
         return
-    last = ragged.last
+    last: PagedLayer | None = ragged.last
     if last is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends without writing to the cache")
     if not last.expand:
@@ -283,7 +283,7 @@ class _Kernel:
         return out[None]
 
     def _shares(self, scores: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Of each value, for products [1, H, count, S] of queries and keys."""
+        """The share of each value, for products [1, H, count, S] of queries and keys."""
         scores = scores * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)

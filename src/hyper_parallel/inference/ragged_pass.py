@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hyper_parallel.inference.kv_cache.pages import rows_of
-from hyper_parallel.inference.runs import Run
+from hyper_parallel.inference.kv_cache.tiers import Group
+from hyper_parallel.inference.runs import Run, rows_of
 from hyper_parallel.units import round_up
 
 if TYPE_CHECKING:
-    from hyper_parallel.inference.kv_cache.paged_cache import PagedLayer
-    from hyper_parallel.inference.kv_cache.pages import Group
+    from transformers.cache_utils import CacheLayerMixin
 
 BLOCK = 16
 """Rows of a matrix product on the host; a pass has at least as many."""
@@ -59,7 +58,7 @@ class Segment:
 class Returned:
     """Keys and values that the cache returned to a layer as they were given."""
 
-    layer: PagedLayer
+    layer: CacheLayerMixin
     keys: Tensor
     values: Tensor
     versions: tuple[int, int]
@@ -77,7 +76,7 @@ class Returned:
 
 @dataclass(eq=False)
 class RaggedPass:
-    """What attention and the cache know of the pass under way."""
+    """The pass under way, as attention and the cache see it."""
 
     segments: Sequence[Segment]
     page: int
@@ -88,7 +87,7 @@ class RaggedPass:
     """By the keys' address. Tensors are kept, so that no other of the pass has it."""
     length: int = 0
     """Rows, the filling included."""
-    last: PagedLayer | None = None
+    last: CacheLayerMixin | None = None
     """The layer that last wrote to the cache."""
     _rows: dict[tuple[int, int], list[slice]] = field(default_factory=dict)
     _token: Token[RaggedPass | None] | None = None
@@ -120,7 +119,7 @@ def current() -> RaggedPass:
 
 
 def pass_rows(tokens: int, granule: int) -> int:
-    """Length of the row for so many tokens."""
+    """The length of the row for this number of tokens."""
     return max(BLOCK, round_up(tokens, granule))
 
 

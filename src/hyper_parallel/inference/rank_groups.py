@@ -34,8 +34,8 @@ class Replica:
 
     @classmethod
     def of(cls, model: nn.Module, context: int = 1) -> Replica:
-        """Of this rank of a model whose weights are replicated over `context` ranks of each replica, too. A collective
-        of all ranks of a parallelized one."""
+        """The replica of this rank, of a model whose weights are replicated over `context` ranks of each replica, too.
+        A collective of all ranks of a parallelized one."""
         if not is_sharded(model) or sharded(model).mesh.world == 1:
             return cls()
         handle = sharded(model)
@@ -54,7 +54,7 @@ class Replica:
 
 # Context parallelism of generation: the ranks that share the tokens of a pass and the pages of its requests.
 #
-# The context of a request is cut into groups of c pages, of which rank r of c holds the r-th:
+# The context of a request is cut into groups of c pages; rank r of c holds the r-th:
 #
 #     token t is on rank (t mod c·p) ÷ p, in row (t ÷ c·p) · p + t mod p of the request's pages    (p: tokens of a page)
 #
@@ -100,7 +100,7 @@ class ContextGroup:
         return groups * self.page + min(max(rest - self.rank * self.page, 0), self.page)
 
     def pieces(self, segments: Sequence[Segment]) -> list[list[Piece]]:
-        """What each rank computes of the segments of a pass."""
+        """The pieces of a pass's segments that each rank computes."""
         found: list[list[Piece]] = [[] for _ in range(self.size)]
         starts = [0] * self.size
         for index, segment in enumerate(segments):

@@ -19,8 +19,7 @@ from hyper_parallel.data.chat import prompt as rendered
 from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import DataError
 from hyper_parallel.inference.kv_cache.page_pool import PagePool, keys_of, tail_key
-from hyper_parallel.inference.kv_cache.pages import Group
-from hyper_parallel.inference.kv_cache.tiers import Block
+from hyper_parallel.inference.kv_cache.tiers import Block, Group
 from hyper_parallel.inference.runs import Run, runs_of
 
 Finish = Literal["stop", "length"]
@@ -80,7 +79,7 @@ class StoredPages:
 
 @dataclass(eq=False)
 class Running:
-    """A request under way, prompt first, of which `cached` tokens have keys and values."""
+    """A request under way: its tokens, prompt first; `cached` of them have keys and values."""
 
     number: int
     request: Request
@@ -143,7 +142,7 @@ class Running:
         return -(-(self.cached - self.base) // self.page)
 
     def key(self, place: int) -> bytes | None:
-        """Of page `place`, counted from `base`; None where the prompt does not fill it."""
+        """The key of page `place`, counted from `base`; None where the prompt does not fill it."""
         place += self.base // self.page
         return self.keys[place] if place < len(self.keys) else None
 
@@ -166,7 +165,7 @@ class TextOf(Protocol):
 
 
 def no_text(ids: list[int], /, special: bool = False) -> str:
-    """Of answers whose tokens alone are asked for."""
+    """The empty text, for answers whose tokens alone are needed."""
     return ""
 
 
@@ -186,7 +185,7 @@ def before_stop(tokens: list[int], stops: Sequence[str], text_of: TextOf) -> str
         named = text_of(tokens[:count], special=True)
         if len(named) <= end and whole.startswith(named):
             shown = text_of(tokens[:count])
-            # The string begins inside of the next token, of which a special one shows nothing.
+            # The string begins inside of the next token; a special one shows nothing.
             is_special = text_of(tokens[: count + 1]) == shown
             return shown if is_special else shown + whole[len(named) : end]
     return whole[:end]
@@ -236,7 +235,7 @@ def is_text(text: str) -> bool:
 # Each answer writes to that page, so it is copied on write. One request computes it; from its logits the first token of
 # every other answer to the prompt is chosen at once, also of those that wait, since a token is a function of logits,
 # seed, row and answer. Then the page is known by a key, as those that prompts fill are (`page_pool`), and each of the
-# others copies it into a page of its own, or takes it over where nobody uses it any more. Rows behind the prompt's may
+# others copies it into its own page, or takes it over where nobody uses it any more. Rows behind the prompt's may
 # have been written by another answer: they are written again before they are read.
 #
 # A page that is gone, since its memory was needed, is computed again, in the same piece of the prompt and with the same
@@ -247,7 +246,7 @@ First = tuple[int, float | None]
 
 
 class PromptTails:
-    """Of one run. Without `copy`, each answer's page is computed."""
+    """Tails of the prompts of one run. Without `copy`, each answer's page is computed."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -257,7 +256,8 @@ class PromptTails:
         """By key, of the requests that have not taken the page yet."""
 
     def key(self, one: Running) -> bytes | None:
-        """Of the page that a request computes next, if it is the tail of a prompt that other requests may have."""
+        """The key of the page that a request computes next, if it is the tail of a prompt that other requests may
+        have."""
         return self.key_at(one, one.cached)
 
     def key_at(self, one: Running, first: int) -> bytes | None:

@@ -34,8 +34,20 @@ def runs_of(places: Sequence[int]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+def rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[slice]:
+    """The rows of tokens `first` to `end - 1` of a request with these pages, a slice for each run."""
+    found, start = [], 0
+    for run in runs:
+        tokens = run.count * page
+        low, high = max(first - start, 0), min(end - start, tokens)
+        if low < high:
+            found.append(slice(run.first * page + low, run.first * page + high))
+        start += tokens
+    return found
+
+
 class RunAllocator:
-    """Which of `size` places are free."""
+    """Allocator of runs in `size` places."""
 
     def __init__(self, size: int) -> None:
         self._free = [Run(0, size)] if size else []
@@ -47,7 +59,7 @@ class RunAllocator:
 
     @property
     def longest(self) -> int:
-        """Of the longest free run."""
+        """Places of the longest free run."""
         return max((run.count for run in self._free), default=0)
 
     def allocate(self, count: int, after: int | None = None) -> tuple[Run, ...] | None:

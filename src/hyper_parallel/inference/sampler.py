@@ -50,8 +50,8 @@ def choose_plainly(logits_NV: Tensor, temperatures_N: Tensor, draws_N: Tensor) -
 
 
 def _heated(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Logits divided by a temperature above 0, less the largest one first: the quotient by a tiny temperature, of which
-    Python's floats have some below 1e-300, is infinite."""
+    """Logits divided by a temperature above 0, less the largest one first: the quotient by a tiny temperature is
+    infinite (Python's floats go below 1e-300)."""
     logits = logits.double()
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 

@@ -186,7 +186,7 @@ class Scheduler:
         return True
 
     def _key(self, one: Running) -> bytes | None:
-        """Of the page that a request computes next; None for one that its prompt does not fill."""
+        """The key of the page that a request computes next; None for one that its prompt does not fill."""
         return one.key((one.cached - one.base) // self.page)
 
     def _comes(self, one: Running) -> bool:

@@ -69,11 +69,13 @@ class SpreadAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
         """The loader of this rank's share of the rows."""
-        told = getattr(data_loader, "worker_init_fn", None)
-        if isinstance(told, functools.partial) and "rank" in told.keywords:
+        init_function = getattr(data_loader, "worker_init_fn", None)
+        if isinstance(init_function, functools.partial) and "rank" in init_function.keywords:
             # Workers of a loader are seeded by rank, and those of one share must draw the same.
             data_loader.worker_init_fn = functools.partial(
-                told.func, *told.args, **{**told.keywords, "rank": self.spread.data_index}
+                init_function.func,
+                *init_function.args,
+                **{**init_function.keywords, "rank": self.spread.data_index},
             )
         if isinstance(data_loader.dataset, IterableDataset):
             _ = self.dispatch_batches
@@ -92,7 +94,7 @@ class SpreadAccelerator(Accelerator):
     # Results.
 
     def gather(self, tensor: Any) -> Any:
-        """What every share of the batch has, one after the other."""
+        """Gather the tensors of every share of the batch, one after the other."""
         return recursively_apply(self.spread.gather, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

@@ -55,10 +55,10 @@ class Rows:
 def rows_of(
     inputs: Mapping[str, Any], handle: ShardedModel, pad: int = 0, *, length: int | None = None
 ) -> Rows:
-    """What a Trainer's collator gave, as rows for `handle`'s model.
+    """The batch of a Trainer's collator, as rows for `handle`'s model.
 
-    `pad`: the token that padding is filled with. `length`: pad to so many positions; left out, to the next multiple
-    that the axes can divide. Raises IntegrationError for a mask that cannot be honoured on these axes.
+    `pad`: the token that padding is filled with. `length`: pad to this number of positions; left out, to the next
+    multiple that the axes can divide. Raises IntegrationError for a mask that cannot be honoured on these axes.
     """
     input_ids: Tensor = inputs["input_ids"]
     rest = {key: value for key, value in inputs.items() if key not in _READ | _OF_DOCUMENTS}
@@ -157,8 +157,8 @@ class FewLengths:
 
         A multiple of what the axes can divide.
         """
-        told = torch.tensor([longest], dtype=torch.int64, device=self._handle.device)
-        wanted = int(self._handle.over_all_ranks(told, "max"))
+        length_tensor = torch.tensor([longest], dtype=torch.int64, device=self._handle.device)
+        wanted = int(self._handle.over_all_ranks(length_tensor, "max"))
         found = length_of(wanted, self.known, length_multiple(self._handle.plan))
         if found not in self.known:
             self.known.append(found)
@@ -181,14 +181,14 @@ def length_of(wanted: int, known: Sequence[int], multiple: int = 1) -> int:
 # The last batch of an epoch, which Accelerate fills up with rows that the epoch has had.
 #
 # One process has a short last batch. Over ranks every one gets as many rows as before, some of them a second time. In
-# training these are taken out; a rank that has no row of its own then keeps them, in a batch that does not count.
+# training these are taken out; a rank without a row of this batch then keeps them, in a batch that does not count.
 
 log = logging.getLogger(__name__)
 _LABELS = ("labels", "shift_labels")
 
 
 class NoRows(dict[str, Any]):
-    """The batch of a rank that has no row of its own; its loss does not count."""
+    """The batch of a rank without rows; its loss does not count."""
 
 
 def new_rows(state: Any, share: int, rows: int) -> int | None:
@@ -212,8 +212,8 @@ def shortened(batch: Mapping[str, Any], kept: int | None, rows: int) -> Mapping[
 
 
 def check_rows(batch: Mapping[str, Any], state: Any, rows: int, spread: ParallelRun) -> None:
-    """Raise IntegrationError where the last batch will have rows twice that cannot be told in it, or that would count
-    in the routers' auxiliary loss. For the first batch, not after an epoch."""
+    """Raise IntegrationError where the last batch will have rows twice that cannot be recognized in it, or that would
+    count in the routers' auxiliary loss. For the first batch, not after an epoch."""
     if state.remainder <= 0:
         return
     mend = "set dataloader_drop_last=True"

@@ -154,13 +154,13 @@ def newest(out: Path, handle: ShardedModel) -> Newest:
 
 
 def damage(folder: Path, ranks: Ranks) -> str | None:
-    """What is wrong with a `checkpoint-N`, in words; None if all is there and ours is what was written. A collective.
+    """The damage of a `checkpoint-N`, in words; None if all is there and ours is what was written. A collective.
 
     The weights of a folder without ours (`save_only_model`) have no digests, and only have to be there.
     """
-    told = _look(folder) if ranks.rank == 0 else (None, None)
+    answer = _look(folder) if ranks.rank == 0 else (None, None)
     reason: str | None
-    reason, inner = json.loads(ranks.gather(json.dumps(told))[0])
+    reason, inner = json.loads(ranks.gather(json.dumps(answer))[0])
     if reason is None and inner is not None:
         reason = verify.damage_on_ranks(folder / inner, ranks)
     return reason
@@ -181,7 +181,7 @@ def refuse_damaged(folder: Path, handle: ShardedModel) -> None:
 
 
 def _look(folder: Path) -> tuple[str | None, str | None]:
-    """What is wrong as far as the small files tell, and the name of our checkpoint to be verified, if there is one."""
+    """The damage that the small files show, and the name of our checkpoint to be verified, if there is one."""
     try:
         step = json.loads((folder / TRAINER_STATE).read_text())["global_step"]
     except FileNotFoundError:
@@ -267,7 +267,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_damage(folder: Path) -> str | None:
-    """What is wrong with the files that the manifest has, in words; None if nothing is, or if there is no manifest."""
+    """The damage of the files that the manifest has, in words; None if nothing is, or if there is no manifest."""
     try:
         body = unseal(read_bytes(open_within(folder, MANIFEST), LARGEST))
     except FileNotFoundError:

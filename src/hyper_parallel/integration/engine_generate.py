@@ -194,7 +194,8 @@ class EngineGenerate:
         return range(first, first + size)
 
     def _wanted(self, kwargs: Mapping[str, Any], width: int) -> _Wanted | str:
-        """What the generation config, and over it the keywords, say; or what the engine does not know."""
+        """The settings of the generation config and, over it, of the keywords; or the setting that the engine does not
+        know."""
         config = copy.deepcopy(kwargs.get("generation_config") or self._model.generation_config)
         given = {
             name: value
@@ -202,8 +203,8 @@ class EngineGenerate:
             if name not in {"generation_config", *_INPUTS} and value is not None
         }
         plain = vars(GenerationConfig())
-        told = {name: value for name, value in vars(config).items() if not name.startswith("_")} | given
-        for name, value in told.items():
+        settings = {name: value for name, value in vars(config).items() if not name.startswith("_")} | given
+        for name, value in settings.items():
             if (
                 name in _KNOWN
                 or value is None
@@ -212,16 +213,16 @@ class EngineGenerate:
             ):
                 continue
             return f"{name}={value!r} is not a setting of the engine's"
-        eos = ids_of(told.get("eos_token_id"))
-        pad = told.get("pad_token_id")
+        eos = ids_of(settings.get("eos_token_id"))
+        pad = settings.get("pad_token_id")
         if pad is None:
             pad = eos[0] if eos else 0
         tokens = self._tokens(config, given, width)
         if tokens is None or tokens < 1:
             return "neither max_new_tokens nor a max_length beyond the prompt is set"
-        sampled = bool(told.get("do_sample"))
-        top_k, top_p = told.get("top_k"), told.get("top_p")
-        temperature, penalty = told.get("temperature"), told.get("repetition_penalty")
+        sampled = bool(settings.get("do_sample"))
+        top_k, top_p = settings.get("top_k"), settings.get("top_p")
+        temperature, penalty = settings.get("temperature"), settings.get("repetition_penalty")
         top_k = 50 if top_k is None else top_k
         sampling = Sampling(
             max_tokens=tokens,

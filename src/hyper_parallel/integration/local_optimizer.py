@@ -97,12 +97,12 @@ class Twins:
 
     @property
     def owned(self) -> list[Twin]:
-        """Those whose parameters this rank holds: all, but in a pipeline those of its stages."""
+        """The twins whose parameters this rank holds: all, but in a pipeline those of its stages."""
         place = self.handle.pipeline
         return [twin for twin in self if place is None or place.owns(twin.name)]
 
     def of(self, group: dict[str, Any]) -> list[Twin]:
-        """Those of one of the optimizer's groups, in its order."""
+        """The twins of one of the optimizer's groups, in its order."""
         return [self.by_tensor[id(tensor)] for tensor in group["params"]]
 
 
@@ -157,7 +157,7 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, of which neighbours with equal settings and parameters on different meshes are one: newer releases of
+    """The groups; neighbours with equal settings and parameters on different meshes are one: newer releases of
     Transformers (5.23, not 5.6) cut a group up so.
     """
     found: list[dict[str, Any]] = []

@@ -74,7 +74,7 @@ class Budget:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Inside, a budget that is too small is told in the words of who trains by arguments."""
+        """Inside, the error of a budget that is too small names the arguments of a Trainer."""
         try:
             yield
         except BudgetError as error:

@@ -29,7 +29,7 @@ OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True)
 class _State:
-    """What an optimizer keeps for one parameter."""
+    """The state that an optimizer keeps for one parameter."""
 
     tensors: dict[str, Tensor]
     """What is saved as pieces."""
@@ -147,7 +147,7 @@ def _state(twin: Twin, state: dict[str, Any]) -> _State:
 
 
 def _completed(twins: Twins, held: dict[str, _State], ranks: Ranks) -> dict[str, _State]:
-    """What is held, with zeros for parameters whose gradients only other ranks ever had: those that hold no element of
+    """The state, with zeros for parameters whose gradients only other ranks ever had: those that hold no element of
     one, and those that no token came to.
 
     Of each tensor that a checkpoint holds, every rank saves its part.
@@ -157,12 +157,12 @@ def _completed(twins: Twins, held: dict[str, _State], ranks: Ranks) -> dict[str,
     apart = set.union(*lists) - set.intersection(*lists)
     if not apart:
         return held
-    told = {
+    facts = {
         name: [{key: dtype_name(value.dtype) for key, value in held[name].tensors.items()}, held[name].rest]
         for name in sorted(apart & mine)
     }
     known: dict[str, Any] = {}
-    for text in ranks.gather(json.dumps(told)):
+    for text in ranks.gather(json.dumps(facts)):
         known.update(json.loads(text))
     filled = dict(held)
     for twin in twins.owned:
@@ -184,7 +184,7 @@ def _json(value: Any) -> Any:
 
 
 def _value(saved: Any) -> Any:
-    """What `_json` was given; lists come back as tuples, which is what torch's optimizers have (`betas`)."""
+    """The value that `_json` was given; lists come back as tuples, which is what torch's optimizers have (`betas`)."""
     if isinstance(saved, dict):
         return torch.tensor(saved["value"], dtype=getattr(torch, saved["dtype"]))
     return tuple(saved) if isinstance(saved, list) else saved

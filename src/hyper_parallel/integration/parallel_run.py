@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from hyper_parallel import compat
 from hyper_parallel.compat.collectives import device_type
-from hyper_parallel.compat.process_groups import broadcast_text
+from hyper_parallel.compat.process_groups import broadcast_text, gather_objects
 from hyper_parallel.config import RunConfig, from_dict, load, load_strategy
 from hyper_parallel.config.yaml12 import parse
 from hyper_parallel.errors import ConfigError, DataError, HyperParallelError, IntegrationError
@@ -42,7 +42,7 @@ from hyper_parallel.planner.auto.machine import machine_of
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.lora_adapters import adapted_layers, adapters_of, without_adapters
 from hyper_parallel.shard.parallelize import Lowering
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES, ROW_AXES
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.workload.workload import Adapter as PlannedAdapter
 
@@ -93,7 +93,7 @@ class ParallelRun:
 
     @property
     def data_index(self) -> int:
-        """Which of them this rank computes."""
+        """The index of the share that this rank computes."""
         return self.handle.data_index
 
     @property
@@ -116,17 +116,16 @@ class ParallelRun:
         Every rank gives the same shape.
         """
         x = x.reshape(1) if x.dim() == 0 else x.contiguous()
-        told = x.to(torch.uint8) if x.dtype == torch.bool else x
+        gathered = x.to(torch.uint8) if x.dtype == torch.bool else x
         for name in reversed(ROW_AXES):
-            told = self.handle.axes[name].gather(told, 0)
-        return told.to(x.dtype)
+            gathered = self.handle.axes[name].gather(gathered, 0)
+        return gathered.to(x.dtype)
 
     def gather_object(self, what: T) -> list[T]:
-        """What each share of the batch has, in their order."""
+        """Gather an object of each share of the batch, in their order."""
         if self.world == 1:
             return [what]
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, what)
+        every = gather_objects(what)
         found: dict[int, T] = {}
         for rank in range(self.world):
             found.setdefault(self.handle.data_index_of(rank), every[rank])
@@ -140,8 +139,7 @@ class ParallelRun:
         if self.world == self.data_ranks:
             return
         mine = [tuple(x.shape) for x in rows], [int(x.long().sum()) for x in rows]
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, mine)
+        every = gather_objects(mine)
         first: dict[int, int] = {}
         for rank, theirs in enumerate(every):
             like = first.setdefault(self.handle.data_index_of(rank), rank)
@@ -169,7 +167,7 @@ class ResolvedStrategy:
 def strategy_of(
     given: Given, model: nn.Module, *, world: int, batch: int, length: int, rows: int | None = None
 ) -> ResolvedStrategy:
-    """The strategy that was meant, for so many ranks; a collective where the planner is asked.
+    """The strategy that was meant, for `world` ranks; a collective where the planner chooses it.
 
     None shards everything over all ranks. Only the planner hears of the rest: `batch` rows a step over all ranks,
     `rows` that one rank computes at once (left out: its even share), of `length` positions; 0 where that is not known.
@@ -217,11 +215,11 @@ def _of_dict(given: dict[str, Any]) -> Strategy:
     try:
         return Strategy.model_validate(given)
     except ValidationError as error:
-        told = "; ".join(
+        problems = "; ".join(
             f"{'.'.join(str(at) for at in one['loc']) or 'strategy'}: {one['msg'].removeprefix('Value error, ')}"
             for one in error.errors()
         )
-        raise IntegrationError(f"strategy: {told}") from None
+        raise IntegrationError(f"strategy: {problems}") from None
 
 
 def _of_file(path: Path) -> Strategy:
@@ -247,7 +245,7 @@ _calls = itertools.count()
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """What the planner is asked."""
+    """A question to the planner."""
 
     strategy: Strategy
     """With open axes."""
@@ -260,35 +258,35 @@ class AutoRequest:
     """Positions of a row."""
 
 
-def planned(asked: AutoRequest, world: int) -> Strategy:
+def planned(request: AutoRequest, world: int) -> Strategy:
     """The strategy that rank 0 chooses, on every rank; a collective.
 
     Raises IntegrationError, on every rank, for a model that has no config, rows of unknown length, and where nothing
     fits.
     """
-    config: Any = getattr(without_adapters(asked.model), "config", None)
-    if config is None or asked.length < 1:
+    config: Any = getattr(without_adapters(request.model), "config", None)
+    if config is None or request.length < 1:
         lacks = "no Transformers config" if config is None else "rows whose length is not known beforehand"
         raise IntegrationError(
             f"strategy: auto plans by the model's config and the length of rows, and there is {lacks}; write the axes"
         )
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        run = _run(asked, folder)
+        run = _run(request, folder)
         if world == 1:
             found = _chosen(run, world)
         else:
             text = _chosen(run, world) if dist.get_rank() == 0 else None
             found = broadcast_text(f"hyper_parallel/integration/strategy/{next(_calls)}", text)
-        told = json.loads(found)
-        if "error" in told:
-            raise IntegrationError(told["error"])
-        return resolved(run, told["laid"]).strategy
+        chosen = json.loads(found)
+        if "error" in chosen:
+            raise IntegrationError(chosen["error"])
+        return resolved(run, chosen["laid"]).strategy
 
 
-def _run(asked: AutoRequest, folder: str) -> RunConfig:
-    strategy = asked.strategy.model_dump(mode="json")
-    if "pipeline" in asked.strategy.axes.open:
+def _run(request: AutoRequest, folder: str) -> RunConfig:
+    strategy = request.strategy.model_dump(mode="json")
+    if "pipeline" in request.strategy.axes.open:
         # The trainer's own loop runs the steps, and it runs no stages.
         strategy.pop("pipeline", None)
         strategy["chosen"] = [key for key in strategy["chosen"] if not key.startswith("pipeline.")]
@@ -297,10 +295,10 @@ def _run(asked: AutoRequest, folder: str) -> RunConfig:
         {
             "version": 1,
             "out": folder,
-            "model": {"path": folder, "adapter": _adapter(asked.model)},
+            "model": {"path": folder, "adapter": _adapter(request.model)},
             # Only how long rows are is read of it.
-            "data": {"train": "python-stdlib", "sequence": asked.length},
-            "train": {"batch": asked.batch, "micro_batch": asked.rows},
+            "data": {"train": "python-stdlib", "sequence": request.length},
+            "train": {"batch": request.batch, "micro_batch": request.rows},
             "strategy": strategy,
         },
         source="strategy",
@@ -323,7 +321,7 @@ def _adapter(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _chosen(run: RunConfig, world: int) -> str:
-    """What rank 0 finds, or what is wrong, as JSON."""
+    """The choice of rank 0, or the error, as JSON."""
     device = torch.device(device_type() if world > 1 else compat.backend("auto").name)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     worker = Worker(0, 0, world, local, device, compat.backend(device.type))

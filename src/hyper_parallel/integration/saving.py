@@ -110,7 +110,7 @@ class SpreadSaving(_Trainer):
                 write_manifest(folder)
 
     def _save_beside(self, out: Path) -> None:
-        """What belongs to a model besides its weights: config, tokenizer or processor, and the arguments."""
+        """Save the files of a model besides its weights: config, tokenizer or processor, and the arguments."""
         out.mkdir(parents=True, exist_ok=True)
         if self._in_checkpoint and (config := self._config_as_saved()) is not None:
             config.save_pretrained(out)

@@ -74,14 +74,14 @@ def _whole(held: dict[str, Tensor], device: torch.device, from_rank_0: bool) -> 
         if not from_rank_0:
             yield name, value.to(device)
             continue
-        told = (
+        piece = (
             value.to(device)
             if dist.get_rank() == 0
             else torch.empty(value.shape, dtype=value.dtype, device=device)
         )
-        told = told.contiguous()
-        dist.broadcast(told, 0)
-        yield name, told
+        piece = piece.contiguous()
+        dist.broadcast(piece, 0)
+        yield name, piece
 
 
 def _buffers_of_rank_0(model: nn.Module) -> None:
@@ -96,7 +96,7 @@ def _buffers_of_rank_0(model: nn.Module) -> None:
 #
 # A model that each process built for itself differs where values are drawn at random: new weights, new adapters. What
 # differs is taken from rank 0, as DistributedDataParallel does; what is the same, which is all of a model that was
-# loaded, does not travel. Whether it is the same is told by a sum over the bits of each tensor.
+# loaded, does not travel. A sum over the bits of each tensor says whether it is the same.
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +134,9 @@ def as_on_rank_0(model: nn.Module) -> None:
     differ = (top != bottom).tolist()
     for tensor, differs in zip(named.values(), differ, strict=True):
         if differs:
-            told = tensor.detach().to(device).contiguous()
-            dist.broadcast(told, 0)
-            tensor.copy_(told)
+            on_device = tensor.detach().to(device).contiguous()
+            dist.broadcast(on_device, 0)
+            tensor.copy_(on_device)
     if any(differ):
         log.info(
             "%d of %d tensors of the model differed between ranks and are rank 0's", sum(differ), len(differ)

@@ -73,9 +73,9 @@ class SpreadTrainer(SpreadEvaluation):
         self._budget: Budget | None = None
         self._micro = 0
         self._rows_checked = False
-        asked = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if asked is not None:
-            check_arguments(asked)
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if arguments is not None:
+            check_arguments(arguments)
         super().__init__(*args, **kwargs)
         check_trainer(self)
         self._spread(self.model)
@@ -142,9 +142,9 @@ class SpreadTrainer(SpreadEvaluation):
 
         Raises IntegrationError for one whose update needs whole matrices, where they are split.
         """
-        made = self.optimizer is None
+        creates = self.optimizer is None
         found = create(*args, **kwargs)
-        if made:
+        if creates:
             on_local(self.optimizer, self._spread_model.handle)
         return found
 
@@ -284,12 +284,12 @@ class SpreadTrainer(SpreadEvaluation):
     def _longest(self) -> int:
         """Positions of the longest of a few rows, for the planner; 0 where none can be looked at."""
         dataset = self.train_dataset
-        told = getattr(self.args, "max_length", None) or 0
+        max_length = getattr(self.args, "max_length", None) or 0
         if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            return int(told)
+            return int(max_length)
         step = max(1, len(dataset) // _LOOKED_AT)
         rows = (dataset[at] for at in range(0, len(dataset), step))
-        return max((len(row["input_ids"]) for row in rows if "input_ids" in row), default=int(told))
+        return max((len(row["input_ids"]) for row in rows if "input_ids" in row), default=int(max_length))
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of a step, over all ranks."""

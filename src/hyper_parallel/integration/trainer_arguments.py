@@ -52,7 +52,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what a Trainer was told by its environment, or was given beside its arguments. Raises IntegrationError."""
+    """Refuse settings that a Trainer has from its environment, or beside its arguments. Raises IntegrationError."""
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
         if enabled:
             raise IntegrationError(
@@ -135,10 +135,10 @@ def adjusted(strategy: Strategy, args: Any, model: nn.Module) -> Strategy:
         )
     kept = "float32" if torch.float32 in trained else "bfloat16"
     halves = args.bf16 or kept == "bfloat16"
-    said = strategy.precision.model_fields_set
+    stated = strategy.precision.model_fields_set
     precision = {"param": kept, "compute": "bfloat16" if halves else "float32"}
     found = strategy.precision.model_copy(
-        update={key: value for key, value in precision.items() if key not in said}
+        update={key: value for key, value in precision.items() if key not in stated}
     )
     return _recomputed(strategy.model_copy(update={"precision": found}), args)
 

@@ -3,7 +3,7 @@
 | Who | What it is | Sum over ranks |
 |---|---|---|
 | ours, of the next token | this rank's part of the step's loss | over loss ranks |
-| a function that is told the step's number of labels | divided by it already | over data ranks |
+| a function that takes the step's number of labels | divided by it already | over data ranks |
 | all others | a mean over the rank's own labels | over data ranks, by their numbers |
 """
 
@@ -97,7 +97,7 @@ class CountedLosses(SpreadSaving):
     def _rows(self, inputs: Mapping[str, Any]) -> Rows:
         length = None
         if self._lengths is not None and torch.is_grad_enabled():
-            # Of few lengths, since each has a plan of its own.
+            # Of few lengths, since each has its own plan.
             length = self._lengths.length(inputs["input_ids"].size(1))
         return rows_of(inputs, self._spread_model.handle, self._padding_token, length=length)
 
@@ -199,7 +199,7 @@ class SpreadEvaluation(CountedLosses):
         ignore_keys: list[str] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
-        """The Trainer's own, for a loss of its own: its mean over the labels of all shares of the batch."""
+        """The Trainer's own loss: its mean over the labels of all shares of the batch."""
         kept, spread = self._new_rows(), self._spread_model
         short: Any = shortened(dict(inputs), kept, self.args.eval_batch_size)
         held = self._labels_in(short)
@@ -217,12 +217,12 @@ class SpreadEvaluation(CountedLosses):
         return spread.sum_of_data(part) / parts, *found
 
     def _generating(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What `generate` is told: ranks with other rows go on until all are done, for they gather weights together."""
-        told = given or dict(getattr(self, "_gen_kwargs", {}))
-        return {"synced_gpus": self._spread_model.data_ranks > 1, **told}
+        """Arguments of `generate`: ranks with other rows go on until all are done, for they gather weights together."""
+        arguments = given or dict(getattr(self, "_gen_kwargs", {}))
+        return {"synced_gpus": self._spread_model.data_ranks > 1, **arguments}
 
     def _without_repeated(self, labels: Tensor) -> Tensor:
-        """Labels, of which rows that fill the last batch a second time bear no loss."""
+        """Labels, without those of rows that fill the last batch a second time."""
         if (kept := self._new_rows()) is None:
             return labels
         rows = torch.arange(labels.size(0), device=labels.device)

@@ -60,8 +60,8 @@ def check_pipeline_arguments(args: Any, *, metrics: bool, own_loss: bool, budget
             "the stages are cut from a causal language model and this loss; leave compute_loss_func out",
         ),
     }
-    for name, (asked, mend) in refused.items():
-        if asked:
+    for name, (is_set, mend) in refused.items():
+        if is_set:
             raise IntegrationError(
                 f"{name} cannot be used with axes.pipeline: {mend}, or set axes.pipeline to 1"
             )

@@ -93,10 +93,10 @@ def admitted(
 
 def _examine(store: Store, place: str, world: int, token: bytes, challenge: str, timeout: timedelta) -> None:
     for rank in range(1, world):
-        said = _wait(
+        answer = _wait(
             store, f"{place}/proof/{rank}", timeout, f"rank {rank} did not prove that it has the token"
         )
-        nonce, _, proof = said.partition(" ")
+        nonce, _, proof = answer.partition(" ")
         who = f"{rank} {world}"
         if not _same(proof, _mac(token, "worker", who, challenge, nonce)):
             store.set(f"{place}/verdict/{rank}", "refused")
@@ -286,7 +286,7 @@ def _short(value: str | None) -> str:
 
 
 def facts_of(config: Launched, *, files: bool) -> Facts:
-    """What decides a run's results on this rank. `files`: look at the files that the configuration names, too."""
+    """Facts that decide a run's results on this rank. `files`: look at the files that the configuration names, too."""
     values = dict(_leaves(json.loads(config.model_dump_json(context=None))))
     if not config.keeps_logs:
         values.pop("out", None)  # a folder of this process's own

@@ -228,8 +228,8 @@ class StoreLink:
         stopped, count = False, 0
         while not (self.has_failed or self._closing.is_set()):
             count += 1
-            told = {"count": count, "host": _host(), "pid": os.getpid(), "beat": asdict(self._beat)}
-            store.set(f"{_BEAT}{self._place.rank}", json.dumps(told))
+            facts = {"count": count, "host": _host(), "pid": os.getpid(), "beat": asdict(self._beat)}
+            store.set(f"{_BEAT}{self._place.rank}", json.dumps(facts))
             if self._asked and not stopped:
                 store.set(_STOP, "1")
                 self._passed_on.set()
@@ -253,12 +253,12 @@ class StoreLink:
             if not self._read:
                 continue  # not all have come; the store's own limit says when that takes too long
             if activities is None:
-                here = {rank: told["pid"] for rank, told in self._read.items() if told["host"] == _host()}
+                here = {rank: facts["pid"] for rank, facts in self._read.items() if facts["host"] == _host()}
                 activities = Activities(here)
-            for rank, told in self._read.items():
-                if heard.get(rank) != told["count"]:
-                    heard[rank] = told["count"]
-                    self._watchdog.hear(rank, Beat(**told["beat"]))
+            for rank, facts in self._read.items():
+                if heard.get(rank) != facts["count"]:
+                    heard[rank] = facts["count"]
+                    self._watchdog.hear(rank, Beat(**facts["beat"]))
             suspect = self._watchdog.look(time.monotonic(), activities)
             if suspect is not None:
                 self._failed(suspect)

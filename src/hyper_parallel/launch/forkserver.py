@@ -169,12 +169,12 @@ class ForkServer:
         """An error line about a server that ended unexpectedly."""
         status = self._process.wait()
         assert self._process.stderr is not None
-        said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
         if status == -signal.SIGKILL:
             return "the process that holds the workers was killed by SIGKILL (out of memory, or by hand)"
         return (
             f"the process that loads PyTorch and starts the workers ended with status {status}"
-            f"{': ' + said[-1] if said else ''}; see whether python -c 'import torch, transformers' works"
+            f"{': ' + lines[-1] if lines else ''}; see whether python -c 'import torch, transformers' works"
         )
 
     def close(self) -> None:

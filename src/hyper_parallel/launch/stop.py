@@ -113,8 +113,8 @@ def interruptible() -> Iterator[None]:
 
 def must_interrupt() -> bool:
     """Whether the main thread must still be interrupted."""
-    asked = _ending or (_interruptible and _stop.is_set())
-    return asked and not _interrupted and not _disarmed.is_set()
+    requested = _ending or (_interruptible and _stop.is_set())
+    return requested and not _interrupted and not _disarmed.is_set()
 
 
 def interrupt(frame: FrameType | None = None) -> None:

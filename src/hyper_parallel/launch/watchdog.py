@@ -115,7 +115,8 @@ class Watchdog:
         return bool(self._instruction(rank)[1])
 
     def others_in_schedule(self, rank: int) -> str:
-        """What the other ranks do that are in a schedule, for an error about `rank`; empty where none is."""
+        """The instructions of the other ranks that are in a schedule, for an error about `rank`; empty where none
+        is."""
         found = [other for other in self._beats if other != rank and self.scheduled(other)]
         words = [f"worker {other} is {self.position(other)}" for other in found[:_SHOWN]]
         if len(found) > _SHOWN:

@@ -53,7 +53,7 @@ def changed_before(step: StepGraph) -> str | None:
 
 
 def planned_anew(step: int, load: float, before: float, now: float) -> str:
-    """What is shown when `step`, counted from 0, was planned anew."""
+    """The line that is shown when `step`, counted from 0, was planned anew."""
     return (
         f"step {step + 1}: a rank's experts were to get {load:.3g} times their even share of the rows, and memory was "
         f"kept for {before:g} times; the step was planned anew for {now:g} and begun again. "

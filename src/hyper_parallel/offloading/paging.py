@@ -183,15 +183,15 @@ class Paged(TorchDispatchMode):
             self._resident += count - page.bytes
             page.bytes, page.clean = count, False
 
-    def _bring(self, keys: Sequence[int], made: int | None) -> None:
-        """Fetch these storages and make room for `made` bytes of results; None: unknown, so evict all others."""
+    def _bring(self, keys: Sequence[int], fresh: int | None) -> None:
+        """Fetch these storages and make room for `fresh` bytes of results; None: unknown, so evict all others."""
         keys = [key for key in keys if key in self._pages]
         for key in keys:
             self._pages.move_to_end(key)
         missing = sum(self._pages[key].bytes for key in keys if not self._pages[key].there)
         kept = self._fixed.union(keys)
         for key in list(self._pages):
-            if made is not None and self._resident + missing + made <= self._room:
+            if fresh is not None and self._resident + missing + fresh <= self._room:
                 break
             page = self._pages.get(key)
             if page is not None and page.there and key not in kept:
@@ -309,12 +309,12 @@ def _described(leaf: Any) -> Hashable:
 
 
 def _calls(step: StepGraph) -> Iterable[tuple[Hashable, int]]:
-    """Of a graph's calls, the bytes that each makes."""
+    """The bytes that each of a graph's calls makes."""
     known: set[int] = {value.storage for node in step.placeholders for value in values_of(node)}
     for node in step.nodes:
-        made = {value.storage for value in values_of(node)} - known - touched(node)
-        known |= made
+        fresh = {value.storage for value in values_of(node)} - known - touched(node)
+        known |= fresh
         if node.op == "call_function" and node.target is not None:
             call = _call(node.target, node.args, node.kwargs)
             if call is not None:
-                yield call, sum(step.storages[storage].bytes for storage in made)
+                yield call, sum(step.storages[storage].bytes for storage in fresh)

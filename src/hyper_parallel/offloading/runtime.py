@@ -23,7 +23,7 @@ from hyper_parallel.offloading.tiers import Pending, Tier, Workplace
 
 
 class Runtime:
-    """What runs the cache operators of one graph (`graph.executable`'s `cache`), and keeps its state at rest."""
+    """Runs the cache operators of one graph (`graph.executable`'s `cache`), and keeps its state at rest."""
 
     def __init__(
         self, step: StepGraph, tiers: Mapping[str, Tier], watch: BandwidthMonitor | None = None
@@ -122,7 +122,7 @@ class Runtime:
                 self.wait(state[name], slot, self._slots[slot].tier)
 
     def _what(self, slot: int) -> str:
-        """What lies in a slot, in words."""
+        """The content of a slot, in words."""
         storage = self._slots[slot].storage
         if storage in self._outside:
             return self._outside[storage].name
@@ -238,7 +238,7 @@ Link = tuple[str, bool]
 
 
 class BandwidthMonitor:
-    """What a rank's links were like in the last steps."""
+    """The rates of a rank's links in the last steps."""
 
     def __init__(self, spaces: Sequence[OffloadTier]) -> None:
         """`spaces`: with the rates that plans go by."""
@@ -280,12 +280,12 @@ class BandwidthMonitor:
 
     @property
     def ratios(self) -> dict[Link, float]:
-        """Of each link that was seen for long enough, how many times as long as planned its copies take."""
+        """For each link that was seen for long enough, how many times as long as planned its copies take."""
         return {link: statistics.median(known) for link, known in self._ratios.items() if len(known) == STEPS}
 
     @property
     def departed(self) -> dict[Link, float]:
-        """Those of the links that are slower or faster than planned in step after step."""
+        """The links that are slower or faster than planned in step after step."""
         return {link: self.ratios[link] for link, known in self._ratios.items() if _departs(known)}
 
     def measured(self) -> tuple[OffloadTier, ...]:
@@ -296,7 +296,7 @@ class BandwidthMonitor:
         )
 
     def told(self) -> Iterator[str]:
-        """Of each link that departed, its rate as measured and as planned."""
+        """The rates of each link that departed, as measured and as planned."""
         for (tier, out), ratio in sorted(self.departed.items()):
             planned = self._rates[tier, out].bandwidth
             way = "to" if out else "from"

@@ -50,27 +50,27 @@ class Buckets:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The graph with fewer collectives."""
-        made, _ = step.copied()
-        candidates: list[list[fx.Node]] = [list(run.gathers) for run in runs(made)]
+        copy, _ = step.copied()
+        candidates: list[list[fx.Node]] = [list(run.gathers) for run in runs(copy)]
         of_layers: dict[object, list[fx.Node]] = defaultdict(list)
-        lanes = lanes_of(made)
-        for node in reductions(made):
+        lanes = lanes_of(copy)
+        for node in reductions(copy):
             if region_of(node).layer:  # outside of layers they are far apart, and large
                 of_layers[lanes[node], region_of(node).layer].append(node)
         candidates += of_layers.values()
         buckets = [bucket for one in candidates for bucket in self._cut(one)]
         while True:
             try:
-                order = _order(made, buckets)
+                order = _order(copy, buckets)
                 break
             except GraphError:
                 # Reductions of one layer that wait for one another, over two groups in turn: gathers never do.
                 kept = [bucket for bucket in buckets if region_of(bucket[0]).phase == "forward"]
                 buckets = kept if len(kept) < len(buckets) else []
-        return _coalesced(made, buckets, order)
+        return _coalesced(copy, buckets, order)
 
     def _cut(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-        """Those that may be one call, in buckets of at most so many bytes, two calls at least in each."""
+        """Collectives that may be one call, in buckets of limited size, two calls at least in each."""
         kinds: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
         for node in nodes:
             if node.target in _COALESCED:
@@ -221,7 +221,8 @@ def reductions(step: StepGraph) -> list[fx.Node]:
 
 
 def kind_of(node: fx.Node) -> tuple[object, ...]:
-    """What two collectives must share to be made one: operator, group, other arguments, dtype, pass and micro-batch."""
+    """Properties that two collectives must share to be made one: operator, group, other arguments, dtype, pass and
+    micro-batch."""
     (value,) = values_of(node)
     return (
         node.target,
@@ -234,10 +235,10 @@ def kind_of(node: fx.Node) -> tuple[object, ...]:
 
 
 def _made_of(node: fx.Node, weights: set[int]) -> bool:
-    made = storages_of([node])
+    storages = storages_of([node])
     return (
-        bool(made)
-        and made <= weights
+        bool(storages)
+        and storages <= weights
         and not (writes(node) and not is_wait(node))
         and node.target is not HOST
     )

@@ -93,14 +93,14 @@ class Chunks:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """The graph with collectives in pieces; what does not divide by their number stays whole."""
-        made, _ = step.copied()
-        editor = StepEditor(made)
-        for found in patterns(made):
+        copy, _ = step.copied()
+        editor = StepEditor(copy)
+        for found in patterns(copy):
             count = self._count(found)
             if count > 1 and found.divides(count):
                 found.make(editor, count)
         editor.finish()
-        return made
+        return copy
 
     def _count(self, found: _Change) -> int:
         pieces = {"forward": self.forward, "backward": self.backward}.get(region_of(found.begin).phase, WHOLE)
@@ -115,7 +115,7 @@ NO_CHUNKS = Chunks()
 
 
 def patterns(step: StepGraph) -> list[_Change]:
-    """What may go in pieces, in order of the collectives."""
+    """The patterns that may be cut into chunks, in order of the collectives."""
     nodes = list(step.nodes)
     weights = of_weights(step, nodes)
     # What is written to in place, or looked at from outside, keeps its place in memory.
@@ -156,7 +156,7 @@ class _Gathers:
         return (self.begin, *self.products)
 
     def divides(self, count: int) -> bool:
-        """Whether each rank's rows go in so many pieces."""
+        """Whether each rank's rows divide into this number of chunks."""
         return self._rows % count == 0
 
     @property
@@ -185,14 +185,14 @@ class _Gathers:
         for product in self.products:
             place = _ROWS_AT[product.target]
             with editor.at(product):
-                made = []
+                parts = []
                 for piece in pieces:
                     columns = tensor_value(product).shape[1]
                     args = (*product.args[:place], piece, *product.args[place + 1 :])
-                    made.append(
+                    parts.append(
                         editor.new(product.target, args, (rows * self.ranks, columns), product.kwargs)
                     )
-                editor.replaced(product, self._in_order(editor, made))
+                editor.replaced(product, self._in_order(editor, parts))
         if self.joined:
             with editor.at(self.wait):
                 editor.replaced(self.wait, self._in_order(editor, pieces))
@@ -228,22 +228,22 @@ class _Sends:
         return (*self.tree, self.begin)
 
     def divides(self, count: int) -> bool:
-        """Whether the columns go in so many pieces."""
+        """Whether the columns divide into this number of chunks."""
         return int(tensor_value(self.begin).shape[-1]) % count == 0
 
     def make(self, editor: StepEditor, count: int) -> None:
         columns = int(tensor_value(self.begin).shape[-1]) // count
         received = []
         for at in range(count):
-            made: dict[fx.Node, fx.Node] = {}
+            chunks: dict[fx.Node, fx.Node] = {}
             for node in self.tree:
                 with editor.at(self.begin, node):
-                    made[node] = self._piece(editor, node, made, at * columns, columns)
+                    chunks[node] = self._piece(editor, node, chunks, at * columns, columns)
             with editor.at(self.begin):
                 given = self.begin.args[0]
                 assert isinstance(given, fx.Node)
                 shape = (*tensor_value(self.begin).shape[:-1], columns)
-                begun = editor.new(self.begin.target, (made[given], *self.begin.args[1:]), shape)
+                begun = editor.new(self.begin.target, (chunks[given], *self.begin.args[1:]), shape)
                 begun.meta["chunk"] = (self.begin.name, at)
                 received.append(editor.waited(self.wait, begun))
         with editor.at(self.wait):
@@ -254,11 +254,11 @@ class _Sends:
 
     @staticmethod
     def _piece(
-        editor: StepEditor, node: fx.Node, made: dict[fx.Node, fx.Node], start: int, columns: int
+        editor: StepEditor, node: fx.Node, chunks: dict[fx.Node, fx.Node], start: int, columns: int
     ) -> fx.Node:
         """Some columns of what a node of the tree gives."""
         shape = (*tensor_value(node).shape[:-1], columns)
-        args: list[Any] = [made.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
+        args: list[Any] = [chunks.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
         if is_product(node):
             factor = node.args[1]
             assert isinstance(factor, fx.Node)
@@ -272,7 +272,7 @@ class _Sends:
                 factor,
             )
         elif node.target in RESHAPES:
-            (given,) = (made[arg] for arg in node.all_input_nodes if arg in made)
+            (given,) = (chunks[arg] for arg in node.all_input_nodes if arg in chunks)
             if len(args) > 1:
                 args[1] = [*args[1][:-1], columns]
             return editor.view(node.target, tuple(args), shape, contiguous_strides(shape), given)
@@ -318,7 +318,8 @@ def _gathers(step: StepGraph, begin: fx.Node, kept: set[int]) -> _Gathers | None
 
 
 def _sends(begin: fx.Node, kept: set[int]) -> _Sends | None:
-    """What is computed for a collective alone, back to the products that it begins with; None where there are none."""
+    """The nodes that are computed for a collective alone, back to the products that it begins with; None where there
+    are none."""
     wait = only_wait(begin)
     if wait is None or not is_contiguous(begin) or tensor_value(begin).storage in kept:
         return None

@@ -1,7 +1,7 @@
 """Order of collectives: the pass that decides it, and the digest by which all ranks agree on it.
 
 Collectives of different ranks meet in the order in which each rank begins them. The order is a function of the step's
-graph and of the cluster's description, of which every rank has its own; so all compare a digest before the first step.
+graph and of the cluster's description, and every rank has its own; so all compare a digest before the first step.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def order_pass(strategy: Strategy, cluster: Cluster | None, device: torch.device
     name of `device`. A measured cluster counts as the machine at hand. The cluster that the strategy names comes first.
     Raises ConfigError for a cluster that is unknown or describes no device.
     """
-    asked = strategy.overlap
-    if asked.schedule == "none" or strategy.axes.world == 1:
+    settings = strategy.overlap
+    if settings.schedule == "none" or strategy.axes.world == 1:
         return None
-    if asked.schedule == "usual":
+    if settings.schedule == "usual":
         return layered
-    if cluster is None or cluster.name == MEASURED or asked.cluster is not None:
+    if cluster is None or cluster.name == MEASURED or settings.cluster is not None:
         cluster = planning_cluster(strategy, "overlap", torch.device(device).type)
-    return layered if cluster is None else Overlap(cluster, pieces=asked.pieces)
+    return layered if cluster is None else Overlap(cluster, pieces=settings.pieces)
 
 
 def order_digest(step: StepGraph) -> list[float]:

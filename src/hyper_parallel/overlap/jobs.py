@@ -35,7 +35,7 @@ Costs = Mapping[str, Work | Collective]
 
 @dataclass(frozen=True)
 class Priced:
-    """A step with what is asked of it again and again."""
+    """A step with the facts about it that are read again and again."""
 
     step: StepGraph
     sizes: Mapping[Any, int]
@@ -83,7 +83,7 @@ class Prices:
         return self._device.comm_slowdown
 
     def seconds(self, cost: Any) -> float:
-        """Of a `Work` or a `Collective`; 0 for a view."""
+        """Seconds of a `Work` or a `Collective`; 0 for a view."""
         found = self._same.get(id(cost))
         if found is None:
             found = self._same[id(cost)] = cost, self._seconds(cost)
@@ -162,10 +162,10 @@ def _memory(
         if is_wait(node):
             # What a collective was given stays until it is done.
             held |= storages_of(begun(node).all_input_nodes)
-        made = {storage for storage in storages_of([node]) if storage in own and storage not in seen}
-        seen |= made
-        makes.append(tuple(sorted((storage, own[storage].bytes) for storage in made)))
-        held = {storage for storage in held | made if storage in own and own[storage].died < len(nodes)}
+        fresh = {storage for storage in storages_of([node]) if storage in own and storage not in seen}
+        seen |= fresh
+        makes.append(tuple(sorted((storage, own[storage].bytes) for storage in fresh)))
+        held = {storage for storage in held | fresh if storage in own and own[storage].died < len(nodes)}
         uses.append(tuple(sorted(held)))
     return makes, uses
 
@@ -177,7 +177,7 @@ def _memory(
 
 
 def excerpt(step: StepGraph, layers: int, phase: Phase) -> StepGraph:
-    """One pass through so many layers of a step; through all where it has no more."""
+    """One pass through this number of layers of a step; through all where it has no more."""
     nodes = list(step.nodes)
     order: dict[str, None] = {}
     for node in nodes:
@@ -233,8 +233,8 @@ def _best(
     window: float,
 ) -> Chunked:
     def seconds(pieces: Chunked) -> float:
-        made = Chunks(pieces, pieces)(step) if pieces != WHOLE else step
-        jobs = jobs_of(Priced.of(made, sizes), prices).jobs
+        chunked = Chunks(pieces, pieces)(step) if pieces != WHOLE else step
+        jobs = jobs_of(Priced.of(chunked, sizes), prices).jobs
         return arrange(jobs, window=window, together=together, slowdown=prices.slowdown).seconds
 
     there = {found.kind for found in patterns(step)}

@@ -69,7 +69,7 @@ class Arranged:
 
     order: tuple[int, ...]
     seconds: float
-    """Foreseen time, with every collective alone on its link."""
+    """Predicted time, with every collective alone on its link."""
     bytes: int
     """Most that is allocated at once, of what jobs make."""
 
@@ -92,7 +92,7 @@ def arrange(
 
 
 def replayed(jobs: Sequence[Job], order: Sequence[int] | None = None, *, slowdown: float = 1.0) -> Arranged:
-    """What an order comes to; the order in which the jobs are given when left out."""
+    """The outcome of an order; the order in which the jobs are given when left out."""
     clock: QueueClock[str] = QueueClock(slowdown)
     ends: dict[int, float] = {}
     memory = _Memory(jobs)
@@ -321,8 +321,8 @@ class _Arranging:
             self.memory.ran(self.jobs[at])
 
     def _fits(self, index: int) -> bool:
-        made = sum(size for _, size in self.jobs[index].makes)
-        return not made or self.memory.live.alive + made <= self.budget
+        allocated = sum(size for _, size in self.jobs[index].makes)
+        return not allocated or self.memory.live.alive + allocated <= self.budget
 
 
 class _Lanes:
@@ -362,7 +362,7 @@ class _Lanes:
             self._changed.add(lane)
 
     def admitted(self) -> list[int]:
-        """What came within its lane's window since this was asked the last time."""
+        """The jobs that came within their lane's window since the last call."""
         found = []
         for lane in sorted(self._changed):
             members, first, waiting = self._members[lane], self._first[lane], self._ready[lane]

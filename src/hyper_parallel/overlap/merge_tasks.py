@@ -1,6 +1,6 @@
 """Merges two tasks of pipeline stages by list scheduling, so that one computes while the other communicates.
 
-Each task keeps the order of its own nodes, so that it computes the same bits, and stops before each wait for a
+Each task keeps the order of its nodes, so that it computes the same bits, and stops before each wait for a
 collective. What lies between two stops is a turn:
 
     turn = [wait], kernels, and collectives that it begins
@@ -73,7 +73,7 @@ def merge_tasks(one: Task, other: Task, *, slowdown: float = 1.0) -> MergedTasks
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a task does between two stops."""
+    """The part of a task between two stops."""
 
     waits: int | None
     """The number, in its task, of the collective that it begins with waiting for."""

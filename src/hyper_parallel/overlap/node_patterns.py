@@ -122,9 +122,11 @@ class StepEditor:
         """A node whose result is a new contiguous tensor, of the dtype of what it stands in for."""
         value = tensor_value(self._like)
         storage = Storage(len(self._step.storages), 0, value.device)
-        made = Value(tuple(shape), contiguous_strides(shape), value.dtype, value.device, storage.index)
-        self._step.storages.append(replace(storage, bytes=made.elements * value.dtype.itemsize))
-        return self._node(target, args, made, kwargs)
+        value_of_view = Value(
+            tuple(shape), contiguous_strides(shape), value.dtype, value.device, storage.index
+        )
+        self._step.storages.append(replace(storage, bytes=value_of_view.elements * value.dtype.itemsize))
+        return self._node(target, args, value_of_view, kwargs)
 
     def view(
         self,

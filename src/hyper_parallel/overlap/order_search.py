@@ -40,7 +40,7 @@ _SIMULATED = 3
 Sizes = Mapping[Any, int]
 """Values of sizes that the data decide."""
 Room = Callable[[int], float]
-"""Bytes that a device may hold at once, in all, with so many micro-batches side by side."""
+"""Bytes that a device may hold at once, in all, with these micro-batches side by side."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Tried:
     window: float
     """Seconds to run ahead at most."""
     seconds: float
-    """Foreseen time of the step, every collective alone on its link."""
+    """Predicted time of the step, every collective alone on its link."""
     bytes: int
-    """Foreseen peak, with what is there from the start."""
+    """Predicted peak, with what is there from the start."""
     usual: bool = False
     """The usual schedule (`FsdpBaseline`)."""
     chunks: Chunks = NO_CHUNKS
@@ -113,8 +113,8 @@ class OrderSearch:
             self._in_pieces()
         self._found.sort(key=lambda one: one.tried.rank)
         self.tried = [one.tried for one in self._found]
-        made = [*self._usual(), *(self._simulated(one) for one in self._found[:_SIMULATED])]
-        return sorted(made, key=lambda one: one.timeline.step)
+        orders = [*self._usual(), *(self._simulated(one) for one in self._found[:_SIMULATED])]
+        return sorted(orders, key=lambda one: one.timeline.step)
 
     def made(self, tried: Tried) -> Ordered | None:
         """The step in an order that was tried on another one; None where it does not fit."""
@@ -173,7 +173,7 @@ class OrderSearch:
         return _one_lane(jobs) if tried.one_lane else jobs
 
     def _add(self, jobs: Jobs, *ways: Tried) -> None:
-        """Those of these ways that fit; each runs further ahead than the one before it, and so holds more."""
+        """Add the ways that fit; each runs further ahead than the one before it, and so holds more."""
         for one in ways:
             found = self._arranged(one, jobs)
             if found is None:
@@ -184,7 +184,7 @@ class OrderSearch:
         room = self.room(tried.together)
         # Waits that come late cost least where links are shared; waits that come soon let go of memory.
         for patience in (math.inf, 1.0):
-            made = arrange(
+            arranged = arrange(
                 jobs.jobs,
                 window=tried.window,
                 budget=room - self.resident,
@@ -192,9 +192,9 @@ class OrderSearch:
                 slowdown=self._prices.slowdown,
                 patience=patience,
             )
-            held = made.bytes + self.resident
+            held = arranged.bytes + self.resident
             if held <= room:
-                return _Arranged(replace(tried, seconds=made.seconds, bytes=held), made, jobs)
+                return _Arranged(replace(tried, seconds=arranged.seconds, bytes=held), arranged, jobs)
         return None
 
     def _simulated(self, found: _Arranged) -> Ordered:
@@ -227,7 +227,7 @@ def _one_lane(jobs: Jobs) -> Jobs:
 
 
 def _layer_seconds(jobs: Jobs) -> float:
-    """What a layer takes in one direction when everything runs one after the other: the mean."""
+    """Seconds of a layer in one direction when everything runs one after the other: the mean."""
     layers = {region_of(node).layer for node in jobs.nodes} - {""}
     lanes = [job.seconds for job in jobs.jobs if job.lane < jobs.lanes]
     return sum(lanes) / max(1, jobs.lanes) / max(1, len(layers)) / 2

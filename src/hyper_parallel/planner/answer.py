@@ -69,7 +69,7 @@ class Page:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the planner says to a question."""
+    """The planner's answer to a question."""
 
     word: str
     """The kind of its numbers: `estimated` or `simulated`. Texts begin with it."""

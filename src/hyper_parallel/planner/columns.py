@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.workload.shape import Latent
+from hyper_parallel.workload.mixers import Latent
 from hyper_parallel.workload.workload import BASE_BYTES, PRECISIONS, Precision, Workload
 
 Array = npt.NDArray[np.float64]
@@ -245,7 +245,7 @@ UNKNOWN = ("overlap_expert", "graphs", "fused_routing", "dedup", "even")
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a framework does, beyond what its user spreads over which axes.
+    """A framework's behaviour, beyond what its user spreads over which axes.
 
     Shares are 0 or 1 where documentation says that something is not done, or done. 0.5 in a column of UNKNOWN says that
     a framework does either, as its user asks: the interval of an estimate then holds both (`error_interval`).

@@ -71,7 +71,7 @@ class Constants:
 
 @cache
 def fitted() -> Constants:
-    """Those that were fitted on all published runs."""
+    """The constants that were fitted on all published runs."""
     return Constants(**json.loads(FITTED.read_text())["constants"])
 
 

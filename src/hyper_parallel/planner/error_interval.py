@@ -41,12 +41,12 @@ def residuals() -> dict[str, tuple[float, float]]:
     return {kind: (float(found[kind]["low"]), float(found[kind]["high"])) for kind in KINDS}
 
 
-def between(t: Table, told: Estimate) -> tuple[Array, Array]:
+def between(t: Table, estimates: Estimate) -> tuple[Array, Array]:
     """Seconds that nine of ten steps with such estimates take at least and at most."""
     found = residuals()
     low, high = (np.where(t.experts > 0, found["mixture"][i], found["dense"][i]) for i in (0, 1))
     wider = widening(t)
-    return told.fastest * np.exp(-high * wider), told.slowest * np.exp(-low * wider)
+    return estimates.fastest * np.exp(-high * wider), estimates.slowest * np.exp(-low * wider)
 
 
 # Which published runs an estimate rests on: how many are of the question's kind, and what follows for its interval.
@@ -71,7 +71,7 @@ def between(t: Table, told: Estimate) -> tuple[Array, Array]:
 # left out (`fit_constants.fit`), so that nine of ten rows stay within intervals that are made of them.
 
 NEAR = 4.0
-"""A run of up to so many times fewer devices, or tokens of a sequence, tells of a question."""
+"""Factor up to which a run on fewer devices, or with shorter sequences, is evidence for a question."""
 WIDER = (2.0, math.sqrt(2), math.sqrt(1.5), 1.0)
 """How much wider an interval is for none, one, two and more sources."""
 
@@ -129,7 +129,7 @@ class Aspect:
 
 @dataclass(frozen=True)
 class Support:
-    """What an estimate rests on."""
+    """The published runs that an estimate rests on."""
 
     aspects: tuple[Aspect, ...]
 
@@ -179,12 +179,13 @@ def kinds(t: Table) -> tuple[NDArray[np.str_], NDArray[np.str_], NDArray[np.str_
 
 @cache
 def published() -> tuple[Runs, ...]:
-    """Those whose times constants are fitted on or held against, as `benchmarks/published.py` wrote them."""
+    """The published runs whose times constants are fitted on or held against, as `benchmarks/published.py` wrote
+    them."""
     return tuple(Runs(**one) for one in json.loads(FITTED.read_text())["runs"])
 
 
 def support(t: Table, runs: Sequence[Runs] | None = None, without: str = "") -> Support:
-    """What the estimate of a table's only row rests on. `without`: a source that does not count."""
+    """The published runs that the estimate of a table's only row rests on. `without`: a source that does not count."""
     assert t.n == 1, "one row"
     key = tuple(str(one[0]) for one in kinds(t))
     return _support(

@@ -92,11 +92,11 @@ def neighbours(before: Figures, question: Question, constants: Constants) -> lis
         return []
     rows = list(found.values())
     table = row.replaced(**{name: np.array([one[name] for one in rows]) for name in SPREAD})
-    made: dict[str, Neighbour] = {}
+    neighbours: dict[str, Neighbour] = {}
     for one in figures(table, estimate(table, constants)):
         change = _words(before, one)
-        made[change] = Neighbour(change, one)
-    return sorted(made.values(), key=lambda one: (one.figures.seconds, one.change))
+        neighbours[change] = Neighbour(change, one)
+    return sorted(neighbours.values(), key=lambda one: (one.figures.seconds, one.change))
 
 
 def _groups_of_changes(
@@ -169,7 +169,7 @@ def _whole(name: str, value: float) -> bool:
 
 
 def _seconds(row: Table, columns: Columns, constants: Constants) -> Array:
-    """Of each row's step."""
+    """Seconds of each row's step."""
     n = columns["micro"].size
     if not n:
         return np.zeros(0)
@@ -179,7 +179,7 @@ def _seconds(row: Table, columns: Columns, constants: Constants) -> Array:
 def _changed(
     own: dict[str, float], other: dict[str, float], names: tuple[str, ...]
 ) -> tuple[list[tuple[str, ...]], int] | None:
-    """Which changes a row is, and in how many columns beside them; None where it is none, or more than one."""
+    """The changes that a row is, and the number of columns beside them; None where it is none, or more than one."""
     differs = [name for name in SPREAD if other[name] != own[name]]
     within = [name for name in differs if name in names]
     if not within:
@@ -194,7 +194,7 @@ def _changed(
 
 
 def _words(before: Figures, after: Figures) -> str:
-    """What differs, in words."""
+    """The difference in words."""
     old, new = before.strategy, after.strategy
     words = [f"{name} {old[name]} → {new[name]}" for name in AXES + PLAIN if old[name] != new[name]]
     for tell, names in TOLD.items():
@@ -377,7 +377,7 @@ def _twice(eased: Sequence[Eased]) -> Sheet:
 
 
 def _limit(best: Figures, blocked: Neighbour | None, eased: Sequence[Eased]) -> str:
-    """What keeps the step from being quicker, in a line."""
+    """The limit that keeps the step from being quicker, in a line."""
     if blocked is not None:
         saves = format.signed(blocked.figures.seconds / best.seconds - 1)
         # What follows from a change of axes is in the details.
@@ -391,7 +391,7 @@ def _limit(best: Figures, blocked: Neighbour | None, eased: Sequence[Eased]) -> 
 def _binds(
     best: Figures, blocked: Neighbour | None, next_best: Neighbour | None, eased: Sequence[Eased]
 ) -> Iterator[str]:
-    """What keeps the step from being quicker, in sentences."""
+    """The limit that keeps the step from being quicker, in sentences."""
     if blocked is not None:
         yield (
             f"memory binds: {blocked.change} would take {format_duration(blocked.figures.seconds)} "

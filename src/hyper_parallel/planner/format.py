@@ -129,7 +129,7 @@ def joined(words: Iterable[str]) -> str:
 
 
 def trained(work: Workload) -> str:
-    """What a step trains where that is not the model alone, to follow its parameters; else empty."""
+    """The weights that a step trains where that is not the model alone, to follow its parameters; else empty."""
     if work.adapter is not None:
         targets = ", ".join(work.adapter.targets)
         own = format_count(work.trained_parameters)

@@ -65,7 +65,7 @@ _CLOSE = 1 - 1e-9
 
 @dataclass(frozen=True)
 class Splits:
-    """What is known of rows before their schedule, recompute and offload."""
+    """Rows before their schedule, recompute and offload are known."""
 
     seconds: Array
     """At least; of a step."""
@@ -273,7 +273,7 @@ def by_cost(table: Table) -> npt.NDArray[np.bool_]:
 #     host     s O + p P + a (A - w E) ≤ host                        (`cost_model.memory`, which is linear in each
 # share)
 #
-# P are parameters and gradients, of which the share p lies on the host.
+# P are parameters and gradients; their share p lies on the host.
 #
 # Solved for w, these give the least w of each rank; the group needs the largest of them (`Room.least`).
 

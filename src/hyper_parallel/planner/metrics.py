@@ -117,7 +117,7 @@ class Figures:
 
     @property
     def device_hours(self) -> float:
-        """Of a step."""
+        """Device hours of a step."""
         return self.seconds * self.devices / 3600
 
     def cost(self, price: float, tokens: float) -> float:
@@ -195,7 +195,7 @@ def _value(column: str, value: float) -> float | str:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What the simulator predicts of a strategy's real step."""
+    """The simulator's prediction of a strategy's real step."""
 
     seconds: float | None
     """None where the step cannot be captured."""
@@ -210,7 +210,7 @@ class Simulated:
 
     @classmethod
     def of(cls, found: Prediction) -> Simulated:
-        """Of the prediction of a run."""
+        """The figures of the prediction of a run."""
         timeline = found.timeline
         return cls(timeline.step, found.fits, timeline.peak.bytes, parts=found.parts)
 

@@ -246,7 +246,7 @@ def front(question: Question, constants: Constants) -> list[Figures]:
 
 
 def _undominated(points: list[Figures]) -> list[Figures]:
-    """Those that no other is both quicker and smaller than, the smallest first."""
+    """The strategies that no other is both quicker and smaller than, the smallest first."""
     kept: list[Figures] = []
     for one in sorted(points, key=lambda one: (one.peak, one.seconds)):
         if not kept or one.seconds < kept[-1].seconds:

@@ -61,11 +61,11 @@ def solved(
         # A plan of what moves takes minutes for a large model: first what needs none.
         stays = replace(question, fix={**question.fix, **dict.fromkeys(ON_HOST, 0.0)})
         try:
-            told = _solved(stays, count, progress, solve_once)
+            solved = _solved(stays, count, progress, solve_once)
         except NothingFitsError:
             progress("nothing fits on the devices alone; planning with the host's memory")
         else:
-            return replace(told, notes=[*told.notes, NOTE])
+            return replace(solved, notes=[*solved.notes, NOTE])
     return _solved(question, count, progress, solve_once)
 
 
@@ -78,27 +78,27 @@ def _solved(
     """One question, answered until a strategy that was simulated fits."""
     known = constants_for(question.profile, question.cluster)
     for _ in range(ROUNDS):
-        told = solve_once(question, known)
+        solved = solve_once(question, known)
         # One that does not fit is not shown, so that its time need not be known.
-        limit = ORDERED * told.best[0].capacity if question.runnable and count == 1 else None
-        told = replace(told, simulated=refine(told.files[:count], question.cluster, progress, limit))
+        limit = ORDERED * solved.best[0].capacity if question.runnable and count == 1 else None
+        solved = replace(solved, simulated=refine(solved.files[:count], question.cluster, progress, limit))
         # Also of a step that was not ordered, though ordering may lower its peak: with more room more is hidden.
         over = [
             found.peak / best.peak
-            for found, best in zip(told.simulated, told.best, strict=False)
+            for found, best in zip(solved.simulated, solved.best, strict=False)
             if found.fits is False and found.peak is not None
         ]
-        if not question.runnable or len(over) < len(told.simulated):
-            return told
+        if not question.runnable or len(over) < len(solved.simulated):
+            return solved
         progress(
             f"the simulated peak of none fits, {min(over):.2f} times the estimate or more; planning again"
         )
         collect_between()
         known = replace(known, slack=known.slack * max(min(over), LEAST))
-    peak = min(found.peak for found in told.simulated if found.peak is not None)
+    peak = min(found.peak for found in solved.simulated if found.peak is not None)
     raise NothingFitsError(
         f"no strategy that was simulated fits, in {ROUNDS} rounds: the smallest simulated peak is {format_bytes(peak)} "
-        f"of {format_bytes(told.best[0].capacity)}; what would make it fit: more devices, a shorter sequence, or a "
+        f"of {format_bytes(solved.best[0].capacity)}; what would make it fit: more devices, a shorter sequence, or a "
         "smaller micro-batch (--fix micro=1)"
     )
 

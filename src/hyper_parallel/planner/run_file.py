@@ -131,10 +131,10 @@ def _adapter(adapter: Adapter, notes: list[str]) -> dict[str, Any]:
 
 
 def strategy_of(found: Figures, cluster: Cluster, layers: int, notes: list[str]) -> dict[str, Any]:
-    """The section `strategy` of a run file, for a model of so many layers; what it cannot say is added to `notes`."""
+    """The section `strategy` of a run file, for a model of `layers` layers; what it cannot say is added to `notes`."""
     given = found.strategy
     axes = _axes(given)
-    made: dict[str, Any] = {"axes": axes}
+    section: dict[str, Any] = {"axes": axes}
     if given["expert"] != 1:
         axes["expert"] = given["expert"]
     if given["pipeline"] != 1:
@@ -144,20 +144,20 @@ def strategy_of(found: Figures, cluster: Cluster, layers: int, notes: list[str])
                 f"train has no schedule {given['schedule']} and takes one of its own (auto); `plan --runnable` keeps "
                 "to what it has"
             )
-        made["pipeline"] = {"schedule": schedule or AUTO}
+        section["pipeline"] = {"schedule": schedule or AUTO}
         if given["schedule"] == "interleaved":
-            made["pipeline"]["virtual"] = given["virtual"]
+            section["pipeline"]["virtual"] = given["virtual"]
     if given["sequence_parallel"] and given["tensor_x"] != 1:
-        made["sequence"] = True
+        section["sequence"] = True
     if given["context"] != 1:
-        made["context"] = {"method": given["method"]}
+        section["context"] = {"method": given["method"]}
     if cluster.node and cluster.node < found.devices:
         inside = {"node": cluster.node}
         if cluster.supernode and cluster.supernode < found.devices:
             inside["supernode"] = cluster.supernode
-        made["placement"] = {"devices": inside}
-    made["memory"] = _memory(given, layers)
-    return made
+        section["placement"] = {"devices": inside}
+    section["memory"] = _memory(given, layers)
+    return section
 
 
 def _axes(given: format.Strategy) -> dict[str, Any]:
@@ -170,14 +170,14 @@ def _axes(given: format.Strategy) -> dict[str, Any]:
 
 
 def _memory(given: format.Strategy, layers: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    section: dict[str, Any] = {}
     level = int(given["zero"])
     if level:
-        made["shard"] = LEVELS[level]
-    made["recompute"] = RECOMPUTES[str(given["recompute"])]
+        section["shard"] = LEVELS[level]
+    section["recompute"] = RECOMPUTES[str(given["recompute"])]
     if given["recompute"] == "full" and float(given["recomputed"]) < 1:
-        made["recompute_layers"] = _recomputed(given, layers)
-    return made
+        section["recompute_layers"] = _recomputed(given, layers)
+    return section
 
 
 def _recomputed(given: format.Strategy, layers: int) -> int | list[int]:
@@ -237,7 +237,7 @@ def user_strategy(path: Path, question: Question, notes: list[str]) -> dict[str,
 
 
 def _of_file(path: Path, data: Mapping[str, Any], question: Question, notes: list[str]) -> dict[str, float]:
-    """Of a run file, or of a Strategy's."""
+    """The columns of a run file, or of a Strategy's."""
     work = question.workload
     micro: int | None = 1
     if "axes" in data:
@@ -297,7 +297,7 @@ def _of_strategy(strategy: Strategy, question: Question) -> dict[str, float]:
 
 
 def recompute_columns(strategy: Strategy, layers: int) -> dict[str, float]:
-    """The columns of what a strategy recomputes in a model of so many layers; a list of stages by its mean."""
+    """The columns of what a strategy recomputes in a model of `layers` layers; a list of stages by its mean."""
     memory, ranks = strategy.memory, strategy.axes.pipeline
     kinds = {name: kind for kind, name in RECOMPUTES.items()}
     found = {"recompute": float(code("recompute", kinds.get(memory.recompute, "none")))}
@@ -373,7 +373,8 @@ class MemoryBudget:
 
 
 def memory_budget(cluster: Cluster, constants: Constants, needed: float = 0.0) -> MemoryBudget:
-    """What each rank of a cluster may use. `needed`: bytes beside the device; a pool is used only beyond the host.
+    """The memory that each rank of a cluster may use. `needed`: bytes beside the device; a pool is used only beyond the
+    host.
 
     The cluster describes a device; without a host its bytes are 0.
     """

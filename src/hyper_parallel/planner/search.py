@@ -51,7 +51,7 @@ PRUNED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The best strategies of a question, and what the search did."""
 
     question: Question
@@ -89,17 +89,17 @@ class Found:
 
 
 def score(found: Figures, question: Question) -> float:
-    """What is minimised: seconds, bytes, or device seconds of a step."""
+    """The figure that is minimised: seconds, bytes, or device seconds of a step."""
     if question.objective == "memory":
         return found.peak
     return found.seconds * (question.devices if question.objective == "cost" else 1)
 
 
-def search(question: Question, constants: Constants, tie: float = 0.0) -> Found:
+def search(question: Question, constants: Constants, tie: float = 0.0) -> SearchResult:
     """The best strategies of a question; none where nothing fits, and then what takes the least memory.
 
-    `tie`: a share of the best step's time; `Found.ties` has each set of degrees whose step takes at most that much
-    longer. Raises ConfigError where no strategy is legal.
+    `tie`: a share of the best step's time; `SearchResult.ties` has each set of degrees whose step takes at most that
+    much longer. Raises ConfigError where no strategy is legal.
     """
     began = time.perf_counter()
     branches = _Search(question, constants, tie=tie)
@@ -109,7 +109,7 @@ def search(question: Question, constants: Constants, tie: float = 0.0) -> Found:
     smallest = None
     if not best:
         smallest = _Search(replace(question, objective="memory", top=1), constants, bounded=False).run()[0]
-    return Found(
+    return SearchResult(
         question=question,
         best=best,
         counted=branches.counted,
@@ -123,7 +123,7 @@ def search(question: Question, constants: Constants, tie: float = 0.0) -> Found:
 
 
 def within(question: Question, constants: Constants, seconds: float) -> Figures | None:
-    """The quickest strategy of a question whose step takes at most so many seconds; None where there is none."""
+    """The quickest strategy of a question whose step takes at most `seconds`; None where there is none."""
     branches = _Search(replace(question, top=1), constants, most=seconds)
     return next(iter(branches.run()), None)
 
@@ -158,7 +158,7 @@ class _Best:
         return found
 
     def worth(self, rows: Columns, seconds: Array, bytes: Array) -> Mask:
-        """Which rows may be among the best, from bounds of their figures."""
+        """Whether each row may be among the best, from bounds of their figures."""
         if not self.by_memory:
             return seconds < self.limit(rows)
         least, late = self.worst
@@ -181,20 +181,20 @@ class _Best:
                 self.rows[kind] = (rank, {name: float(rows[name][at]) for name in SPREAD})
                 self.own[kind] = seconds[at]
         # Of rows that differ only in the axes that split tokens, the search reports at most one.
-        told: dict[tuple[float, ...], tuple[float, ...]] = {}
+        shares: dict[tuple[float, ...], tuple[float, ...]] = {}
         for rank, row in sorted(self.rows.values(), key=lambda one: one[0]):
-            told.setdefault(_split(row), rank)
-        if len(told) >= self.top:
-            first, last = next(iter(told.values())), list(told.values())[self.top - 1]
+            shares.setdefault(_split(row), rank)
+        if len(shares) >= self.top:
+            first, last = next(iter(shares.values())), list(shares.values())[self.top - 1]
             self.worst = max(last[:2], (first[0] * (1 + self.tie), 0.0))  # type: ignore[assignment]
             self.rows = {kind: one for kind, one in self.rows.items() if one[0][0] <= self.worst[0]}
 
     def best(self) -> list[dict[str, float]]:
         """The rows, best first; of equally good rows that differ only in the axes that split tokens, the first."""
-        told: dict[tuple[float, ...], dict[str, float]] = {}
+        figures: dict[tuple[float, ...], dict[str, float]] = {}
         for rank, row in sorted(self.rows.values(), key=lambda one: one[0]):
-            told.setdefault((*rank[: 1 + self.by_memory], *_split(row)), row)
-        return list(told.values())[: self.top]
+            figures.setdefault((*rank[: 1 + self.by_memory], *_split(row)), row)
+        return list(figures.values())[: self.top]
 
     def ties(self) -> list[dict[str, float]]:
         """The rows whose step takes at most `tie` longer than the best, of each set of degrees the best."""
@@ -272,7 +272,7 @@ class _Search:
         return [self._figures(row) for row in self.found.best()]
 
     def ties(self) -> list[Figures]:
-        """What ties with the best, best first."""
+        """The strategies that tie with the best, best first."""
         return [self._figures(row) for row in self.found.ties()]
 
     def _listed(self) -> tuple[Columns, Counts]:

@@ -21,7 +21,7 @@ from hyper_parallel.planner.explain import Explanation, explain
 from hyper_parallel.planner.metrics import Figures, Simulated, figures
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
 from hyper_parallel.planner.run_file import PlannedRunFile, memory_budget, planned_run_file, user_strategy
-from hyper_parallel.planner.search import Found, search, within
+from hyper_parallel.planner.search import SearchResult, search, within
 from hyper_parallel.planner.space import left_out
 from hyper_parallel.planner.table import SPREAD, Table
 from hyper_parallel.units import format_bytes
@@ -54,7 +54,7 @@ PARTS = (1, 2, 4, 8)
 """Parts of the model on a stage of a pipeline, that more are not chosen for."""
 
 
-def simplest(question: Question, constants: Constants) -> Found:
+def simplest(question: Question, constants: Constants) -> SearchResult:
     """The best strategies of a question, of those that tie (`Question.tie`) the simplest first, if a tie is asked for.
     Errors are those of `search`."""
     if question.objective == "memory" or not question.tie:
@@ -119,23 +119,23 @@ def _with_fewer_axes(choice: Figures, question: Question, constants: Constants) 
         if degrees[axis] == 1 or axis in question.fix:
             continue
         without = {other: 1 for other, degree in degrees.items() if degree == 1 and other not in question.fix}
-        asked = replace(question, fix={**question.fix, **without, axis: 1})
-        found = within(asked, constants, choice.seconds * (1 + question.tie))
+        plainer = replace(question, fix={**question.fix, **without, axis: 1})
+        found = within(plainer, constants, choice.seconds * (1 + question.tie))
         if found is not None:
             return _with_fewer_axes(found, question, constants)
     return choice
 
 
 def _plain(choice: Figures, question: Question, constants: Constants, most: float) -> Figures:
-    """The plainest settings with a strategy's degrees and a step of at most so many seconds."""
+    """The plainest settings with a strategy's degrees and a step of limited length."""
     fixed: dict[str, Any] = {**question.fix, **_degrees(choice)}
     for options in _settings(question):
         for option in options:
             some = {name: value for name, value in option.items() if name not in question.fix}
-            asked = replace(question, fix={**fixed, **some})
-            found = within(asked, constants, most) if some else None
+            plainer = replace(question, fix={**fixed, **some})
+            found = within(plainer, constants, most) if some else None
             if found is not None:
-                choice, fixed = found, dict(asked.fix)
+                choice, fixed = found, dict(plainer.fix)
                 break
     return choice
 
@@ -161,7 +161,7 @@ class NothingFitsError(ConfigError):
 class Solved:
     """A question with its best strategies, and what they are compared with."""
 
-    found: Found
+    found: SearchResult
     why: Explanation
     """Why the first of the best is that."""
     files: Sequence[PlannedRunFile]
@@ -176,7 +176,7 @@ class Solved:
 
     @property
     def question(self) -> Question:
-        """What was asked."""
+        """The question."""
         return self.found.question
 
     @property
@@ -253,7 +253,7 @@ def _undivided(question: Question) -> list[str]:
     ]
 
 
-def nothing_fits(subject: str, found: Found, needs: str, helps: Sequence[str]) -> NothingFitsError:
+def nothing_fits(subject: str, found: SearchResult, needs: str, helps: Sequence[str]) -> NothingFitsError:
     """The error of a question for which nothing fits: what the smallest strategy needs, and what would help."""
     least = found.smallest
     assert least is not None
@@ -264,7 +264,7 @@ def nothing_fits(subject: str, found: Found, needs: str, helps: Sequence[str]) -
     )
 
 
-def _nothing_fits(found: Found, constants: Constants) -> NothingFitsError:
+def _nothing_fits(found: SearchResult, constants: Constants) -> NothingFitsError:
     question, least = found.question, found.smallest
     assert least is not None
     devices = question.devices
@@ -296,30 +296,30 @@ def _nothing_fits(found: Found, constants: Constants) -> NothingFitsError:
 Progress = Callable[[str], None]
 
 
-def ask(question: Question, constants: Constants) -> Found:
+def ask(question: Question, constants: Constants) -> SearchResult:
     """Answer a question for which there may be no legal strategy, or none that fits; `reason` says which."""
     try:
         found = simplest(question, constants)
     except ConfigError as error:
-        return Found(question=question, reason=str(error))
+        return SearchResult(question=question, reason=str(error))
     return found if found.fits else replace(found, reason="no strategy fits")
 
 
 def curve(
     questions: Iterable[Question], constants: Constants, progress: Progress | None = None
-) -> list[Found]:
+) -> list[SearchResult]:
     """The answers, in order."""
     found = []
-    asked = list(questions)
-    for place, question in enumerate(asked, 1):
+    remaining = list(questions)
+    for place, question in enumerate(remaining, 1):
         if progress is not None:
-            which = f" ({place} of {len(asked)})" if len(asked) > 1 else ""
+            which = f" ({place} of {len(remaining)})" if len(remaining) > 1 else ""
             progress(f"{question.devices:,} devices, {question.workload.sequence:,} tokens a sequence{which}")
         found.append(ask(question, constants))
     return found
 
 
-def fewest(question: Question, constants: Constants, progress: Progress | None = None) -> Found | None:
+def fewest(question: Question, constants: Constants, progress: Progress | None = None) -> SearchResult | None:
     """The least number of devices on which something fits: exact among whole nodes, and below a node among all.
 
     Doubled from one device until something fits; then every whole node between that and its half is asked, in turn.

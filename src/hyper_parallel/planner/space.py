@@ -385,21 +385,21 @@ RUNS: dict[str, Callable[[float], bool]] = {
 
 
 def tensor_divides(mixer: Mixer, tensor: Array, runnable: bool) -> Mask:
-    """Which tensor degrees split a mixer."""
+    """Whether the tensor degrees split a mixer."""
     if runnable or not mixer.splits:
         return np.asarray(tensor == 1, dtype=np.bool_)
     return np.asarray(mixer.splits % tensor == 0, dtype=np.bool_)
 
 
 def context_divides(mixer: Mixer, context: Array, tensor: Array, runnable: bool) -> Mask:
-    """Which context degrees split the heads that tensor leaves to a rank, by Ulysses."""
+    """Whether the context degrees split the heads that tensor leaves to a rank, by Ulysses."""
     if runnable or not mixer.splits:
         return np.asarray(context == 1, dtype=np.bool_)
     return np.asarray(mixer.heads / tensor % context == 0, dtype=np.bool_)
 
 
 def left_out(mixer: Mixer | None, runnable: bool) -> list[str]:
-    """What a space leaves out because of the model's mixer, each with the reason."""
+    """The parts of a space that it leaves out because of the model's mixer, each with the reason."""
     if mixer is None:
         return []
     name = mixer.kind.replace("_", " ")

@@ -11,7 +11,7 @@ from hyper_parallel.planner import format, run_file
 from hyper_parallel.planner.answer import Answer
 from hyper_parallel.planner.metrics import Figures
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import Found
+from hyper_parallel.planner.search import SearchResult
 from hyper_parallel.report.sheets import NONE, Sheet
 from hyper_parallel.units import format_bytes, format_count, format_duration
 
@@ -19,12 +19,12 @@ _UNUSED = ("cost",)
 """Columns that a short answer leaves out where no row has a value."""
 
 
-def scaling(points: Sequence[Found], tokens: float = 0.0) -> Answer:
+def scaling(points: Sequence[SearchResult], tokens: float = 0.0) -> Answer:
     """The best step for each number of devices, beside what the first would give if it scaled ideally."""
     return _answer(points, _scaled(points, tokens), _scales(points))
 
 
-def _scaled(points: Sequence[Found], tokens: float) -> Sheet:
+def _scaled(points: Sequence[SearchResult], tokens: float) -> Sheet:
     """A row for each number of devices."""
     first = next((_best(point) for point in points if point.fits), None)
     rows = []
@@ -56,8 +56,8 @@ def _scaled(points: Sequence[Found], tokens: float) -> Sheet:
     )
 
 
-def _scales(points: Sequence[Found]) -> str:
-    """What more devices give, in a sentence."""
+def _scales(points: Sequence[SearchResult]) -> str:
+    """The gain of more devices, in a sentence."""
     work = points[0].question.workload
     name = work.shape.title
     found = [best for best in map(_best, points) if best is not None]
@@ -74,7 +74,7 @@ def _scales(points: Sequence[Found]) -> str:
     )
 
 
-def lengths(points: Sequence[Found]) -> Answer:
+def lengths(points: Sequence[SearchResult]) -> Answer:
     """The best step for each length of a sequence, and the longest of these that fits."""
     rows = []
     for point in points:
@@ -94,14 +94,14 @@ def lengths(points: Sequence[Found]) -> Answer:
         drop=("tokens/s", "MFU", "sequences"),
         note="as many tokens a step in all rows, as near as whole sequences come; tokens/s: of each device",
     )
-    asked = sorted(point.question.workload.sequence for point in points)
+    lengths = sorted(point.question.workload.sequence for point in points)
     fitting = [point.question.workload.sequence for point in points if point.fits]
     if not fitting:
         longest = "none of these lengths fits (estimated)"
-    elif max(fitting) == asked[-1]:
-        longest = f"{asked[-1]:,} tokens fit, the longest that was asked for; longer ones may fit as well (estimated)"
+    elif max(fitting) == lengths[-1]:
+        longest = f"{lengths[-1]:,} tokens fit, the longest that was asked for; longer ones may fit as well (estimated)"
     else:
-        more = min(length for length in asked if length > max(fitting))
+        more = min(length for length in lengths if length > max(fitting))
         longest = (
             f"the longest of these lengths that fits: {max(fitting):,} tokens; {more:,} do not (estimated)"
         )
@@ -111,7 +111,7 @@ def lengths(points: Sequence[Found]) -> Answer:
     return _answer(points, sheet, longest, *notes)
 
 
-def fewest(question: Question, point: Found | None, tokens: float = 0.0) -> Answer:
+def fewest(question: Question, point: SearchResult | None, tokens: float = 0.0) -> Answer:
     """The fewest devices on which it fits. Raises ConfigError where it fits on none."""
     name, where = question.workload.shape.title, question.cluster.title
     if point is None:
@@ -132,7 +132,7 @@ def fewest(question: Question, point: Found | None, tokens: float = 0.0) -> Answ
     return _answer([point], sheet, says)
 
 
-def _answer(points: Sequence[Found], sheet: Sheet, *sentences: str) -> Answer:
+def _answer(points: Sequence[SearchResult], sheet: Sheet, *sentences: str) -> Answer:
     """The answer whose first sentence is its verdict."""
     work, cluster = points[0].question.workload, points[0].question.cluster
     shape = work.shape
@@ -168,7 +168,7 @@ def _brief(sheet: Sheet) -> Sheet:
     return brief
 
 
-def _data(point: Found) -> dict[str, Any]:
+def _data(point: SearchResult) -> dict[str, Any]:
     best, work = _best(point), point.question.workload
     head = {
         "devices": point.question.devices,
@@ -179,7 +179,7 @@ def _data(point: Found) -> dict[str, Any]:
     return head | ({"reason": point.reason} if best is None else {"best": best.to_json()})
 
 
-def _best(point: Found) -> Figures | None:
+def _best(point: SearchResult) -> Figures | None:
     return point.best[0] if point.best else None
 
 

@@ -157,11 +157,13 @@ class Table:
         """This table with other columns; numbers stand for columns of [1]."""
         if not columns.keys() <= _NAMES:
             raise TypeError(f"a table has no columns {sorted(columns.keys() - _NAMES)}")
-        made = object.__new__(Table)
+        table = object.__new__(Table)
         # Searches ask often: columns that stay have been looked at.
-        made.__dict__.update(self.__dict__, **{name: _column(name, value) for name, value in columns.items()})
-        made._check()
-        return made
+        table.__dict__.update(
+            self.__dict__, **{name: _column(name, value) for name, value in columns.items()}
+        )
+        table._check()
+        return table
 
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster, profile: Profile, **spread: npt.ArrayLike) -> Table:

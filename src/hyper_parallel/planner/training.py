@@ -28,8 +28,8 @@ DIFFER = 0.05
 def answer_of(
     solved: Solved, asked: Question | None = None, say: Callable[[str], None] = lambda _: None
 ) -> Answer:
-    """The answer to a question that was solved. `asked`: the question before it was narrowed (`refine`), of which the
-    page draws what memory costs. `say` is told what the page takes time for.
+    """The answer to a question that was solved. `asked`: the question before it was narrowed (`refine`); the
+    page draws its cost of memory. `say` is called with what the page takes time for.
     """
     best, question = solved.best[0], solved.question
     shape = question.workload.shape
@@ -90,7 +90,7 @@ def answer_of(
 
 
 def _heading(solved: Solved) -> str:
-    """What is answered: the model, the step, the machine."""
+    """The heading of the answer: the model, the step, the machine."""
     question, work = solved.question, solved.question.workload
     shape = work.shape
     active = f", {format_count(shape.active_parameters)} a token" if shape.experts else ""
@@ -171,7 +171,7 @@ def _row(name: str, one: Figures, best: Figures) -> tuple[str, ...]:
 
 
 def _simulated_sheet(solved: Solved) -> Sheet:
-    """What the simulator says of the best, beside the estimate."""
+    """The simulator's figures of the best strategy, beside the estimate."""
     rows = []
     for place, found in enumerate(solved.simulated, 1):
         best = solved.best[place - 1]
@@ -179,15 +179,15 @@ def _simulated_sheet(solved: Solved) -> Sheet:
             rows.append((str(place), found.reason, format_duration(best.seconds), NONE, NONE, NONE))
             continue
         apart = found.seconds / best.seconds - 1
-        said = "they differ" if abs(apart) > DIFFER else "they agree"
+        verdict = "they differ" if abs(apart) > DIFFER else "they agree"
         if found.parts and (differs := disagreement(found.parts, best.parts)) is not None:
-            said += f", {differs}"
+            verdict += f", {differs}"
         if found.fits is False:
-            said += "; ITS PREDICTED PEAK DOES NOT FIT"
+            verdict += "; ITS PREDICTED PEAK DOES NOT FIT"
         rows.append(
             (
                 str(place),
-                f"{said}; {found.reason}" if found.reason else said,
+                f"{verdict}; {found.reason}" if found.reason else verdict,
                 format_duration(best.seconds),
                 format_duration(found.seconds),
                 format.signed(apart),

@@ -5,7 +5,7 @@ each class of ranks a list of instructions. Pipelines are Programs of several gr
 """
 
 from hyper_parallel.layout import DeviceGroup
-from hyper_parallel.program.build import to_program
+from hyper_parallel.program.build import Action, Schedule, to_program
 from hyper_parallel.program.check_progress import Defect, DefectKind
 from hyper_parallel.program.program import (
     Instruction,
@@ -24,6 +24,7 @@ from hyper_parallel.program.reshard import ReshardPlan, plan_reshard
 from hyper_parallel.program.verify import find_defects, verify
 
 __all__ = [
+    "Action",
     "Defect",
     "DefectKind",
     "DeviceGroup",
@@ -34,6 +35,7 @@ __all__ = [
     "ReshardPlan",
     "Run",
     "RunPair",
+    "Schedule",
     "Send",
     "Task",
     "TaskKind",

@@ -1,4 +1,4 @@
-"""Build a Program from a pipeline schedule and the data flow between its tasks.
+"""Pipeline schedules as data, and the Program of a schedule and the data flow between its tasks.
 
 The actions are executed once in thought, in rounds: in each round every group runs its next action if the values that
 it takes are there. A pair of actions is one action, which takes and gives what both do. This gives one order of
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from hyper_parallel.errors import ProgramError
 from hyper_parallel.layout import DeviceGroup
@@ -32,8 +32,54 @@ from hyper_parallel.program.program import (
     Wait,
 )
 
-if TYPE_CHECKING:
-    from hyper_parallel.schedule import Action, Schedule
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One task of one stage on one micro-batch."""
+
+    kind: TaskKind
+    """FORWARD, BACKWARD, or its halves INPUT and WEIGHT."""
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        """``F3.1``: the forward pass of micro-batch 1 in stage 3; B, I and W are the backward pass and its halves."""
+        return f"{self.kind.value[0].upper()}{self.stage}.{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Orders of actions. A rank of the schedule is a device group of the run: all its ranks do the same."""
+
+    name: str
+    placement: tuple[int, ...]
+    """Stage to the rank that it lies on."""
+    orders: tuple[tuple[Action, ...], ...]
+    """By rank."""
+    micro_batches: int
+    pairs: tuple[tuple[int, ...], ...] = ()
+    """By rank: places in its order whose action runs together with the next one, a forward pass with the backward pass
+    (or its INPUT half) of another micro-batch. None when left out."""
+
+    def pairs_of(self, rank: int) -> frozenset[int]:
+        """The places of a rank's pairs."""
+        return frozenset(self.pairs[rank]) if self.pairs else frozenset()
+
+    def units(self, rank: int) -> list[tuple[Action, ...]]:
+        """A rank's order with what runs together in one place: an action, or a pair."""
+        order, pairs = self.orders[rank], self.pairs_of(rank)
+        return [order[at : at + 1 + (at in pairs)] for at in range(len(order)) if at - 1 not in pairs]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of all ranks together."""
+        return len(self.placement)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.orders)
+
 
 _Unit = tuple[tuple[Task, int], ...]
 """Tasks and their micro-batches: one, or a pair that runs as one."""

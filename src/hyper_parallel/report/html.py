@@ -143,8 +143,8 @@ def _row(timeline: Timeline, name: str, at: int, scale: float) -> Iterator[str]:
     top = TOP + ROW * at
     yield f'<text class="name" x="0" y="{top + 19}">group {at}</text>'
     for idle in idle_stretches(timeline, name):
-        told = f"bubble: {idle.cause}, {format_duration(idle.end - idle.start)}"
-        yield rect(f"idle-{idle.cause}", idle.start, idle.end, top, scale, told)
+        tooltip = f"bubble: {idle.cause}, {format_duration(idle.end - idle.start)}"
+        yield rect(f"idle-{idle.cause}", idle.start, idle.end, top, scale, tooltip)
     for span in timeline.of(name):
         if span.end <= span.start:
             continue
@@ -153,8 +153,8 @@ def _row(timeline: Timeline, name: str, at: int, scale: float) -> Iterator[str]:
             for place, one in enumerate(found):
                 yield from _task(span, one, top, scale, place, len(found))
         elif is_compute(span.op.queue) or span.op.phase in ("gather", "reduce", "clip"):
-            told = f"{span.op.name}, {format_duration(span.end - span.start)}"
-            yield rect("other", span.start, span.end, top, scale, told)
+            tooltip = f"{span.op.name}, {format_duration(span.end - span.start)}"
+            yield rect("other", span.start, span.end, top, scale, tooltip)
 
 
 def _tasks(span: Span) -> list[re.Match[str]]:
@@ -166,13 +166,13 @@ def _tasks(span: Span) -> list[re.Match[str]]:
 def _task(span: Span, found: re.Match[str], top: int, scale: float, place: int, count: int) -> Iterator[str]:
     """The drawing of a task, at its place among the `count` that run as one."""
     letter, stage, micro_batch = found.groups()
-    told = (
+    tooltip = (
         f"{_WORDS[letter]} of micro-batch {micro_batch} in stage {stage}: {format_duration(span.start)} to "
         f"{format_duration(span.end)}, {format_duration(span.end - span.start)}"
     )
     if count > 1:
-        told += f", together with {span.op.name.split(PAIRED)[1 - place]}"
-    yield rect(f"task-{letter.lower()}", span.start, span.end, top, scale, told, place, count)
+        tooltip += f", together with {span.op.name.split(PAIRED)[1 - place]}"
+    yield rect(f"task-{letter.lower()}", span.start, span.end, top, scale, tooltip, place, count)
     if (span.end - span.start) * scale >= 5 + 6 * len(micro_batch):
         middle = LEFT + (span.start + span.end) / 2 * scale
         down = 18 if count == 1 else 12 + 12 * place
@@ -180,14 +180,14 @@ def _task(span: Span, found: re.Match[str], top: int, scale: float, place: int, 
 
 
 def rect(
-    kind: str, start: float, end: float, top: int, scale: float, told: str, place: int = 0, count: int = 1
+    kind: str, start: float, end: float, top: int, scale: float, tooltip: str, place: int = 0, count: int = 1
 ) -> str:
-    """A stretch of a row, from `start` to `end` seconds, with what is told when it is pointed at; one of `count` above
+    """A stretch of a row, from `start` to `end` seconds, with its tooltip; one of `count` above
     each other."""
     height = (ROW - 6) // count
     return (
         f'<rect class="{kind}" x="{LEFT + start * scale:.2f}" y="{top + 2 + place * height}" '
-        f'width="{(end - start) * scale:.2f}" height="{height}"><title>{escape(told)}</title></rect>'
+        f'width="{(end - start) * scale:.2f}" height="{height}"><title>{escape(tooltip)}</title></rect>'
     )
 
 
@@ -244,7 +244,7 @@ class Lane:
     stretches: Sequence[Stretch]
 
     def seconds(self, kind: str) -> float:
-        """Of one kind."""
+        """Seconds of one kind."""
         return sum(one.end - one.start for one in self.stretches if one.kind == kind)
 
 
@@ -269,8 +269,8 @@ def part_chart(title: str, lanes: Sequence[Lane], step: float, longest: float, w
     for at, lane in enumerate(lanes):
         for one in lane.stretches:
             if one.end > one.start:
-                told = f"{one.title or _MEANING[one.kind]}, {format_duration(one.end - one.start)}"
-                drawn.append(rect(f"part-{one.kind}", one.start, one.end, ROW * at, scale, told))
+                tooltip = f"{one.title or _MEANING[one.kind]}, {format_duration(one.end - one.start)}"
+                drawn.append(rect(f"part-{one.kind}", one.start, one.end, ROW * at, scale, tooltip))
     shown = [kind for kind in (*WORK, *CAUSES) if any(lane.seconds(kind) for lane in lanes)]
     legend = "".join(f'<span><i class="part-{kind}"></i>{_MEANING[kind]}</span>' for kind in shown)
     ticks = "".join(f"<span>{format_duration(longest * part / 4)}</span>" for part in (0, 2, 4))

@@ -65,8 +65,8 @@ def page(
 
 def _behind(word: str, sentence: str) -> str:
     """A sentence that begins with a word and a colon, without them."""
-    told = sentence.removeprefix(f"{word}: ")
-    return told[:1].upper() + told[1:]
+    rest = sentence.removeprefix(f"{word}: ")
+    return rest[:1].upper() + rest[1:]
 
 
 def _told_apart(shown: Sequence[Timeline]) -> list[str]:
@@ -126,7 +126,7 @@ def _tables(shown: Sequence[Timeline]) -> str:
 
 
 def _pipeline_tables(timeline: Timeline, pipeline: PipelineFigures) -> str:
-    """Of a timeline of tasks, which has no kernels."""
+    """Tables of a timeline of tasks, which has no kernels."""
     return "".join(
         sheet_table(sheet, badge(timeline.word)) for sheet in (*pipeline.sheets(), *task_sheets(timeline))
     )
@@ -182,14 +182,14 @@ def _lane(spans: list[Span], labels: dict[tuple[str, ...], int]) -> dict[str, li
 def _details(op: Op) -> str:
     """Details of an op besides its name, module, phase and kind."""
     units = {"flops": format_count, "bytes": format_bytes}
-    told = []
+    lines = []
     for key, value in described(op).items():
         if key in units:
             assert isinstance(value, int | float)
-            told.append(f"{units[key](value)} {'FLOPs' if key == 'flops' else ''}".strip())
+            lines.append(f"{units[key](value)} {'FLOPs' if key == 'flops' else ''}".strip())
         elif key not in ("op", "module", "phase", "queue", "kind"):
-            told.append(f"{value} ranks" if key == "ranks" else f"{key} {value}")
-    return ", ".join(told)
+            lines.append(f"{value} ranks" if key == "ranks" else f"{key} {value}")
+    return ", ".join(lines)
 
 
 def _memory(timeline: Timeline, name: str, tier: str) -> dict[str, list[int]]:

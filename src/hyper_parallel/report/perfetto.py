@@ -24,8 +24,8 @@ def perfetto(timeline: Timeline) -> str:
     for pid, name in enumerate(timeline.trace.ops, 1):
         spans = timeline.of(name)
         tracks = lanes(spans)
-        told = f"{timeline.word} · {name} · ranks {describe_ranks(timeline, name)}"
-        events += _metadata(pid, told, tracks)
+        title = f"{timeline.word} · {name} · ranks {describe_ranks(timeline, name)}"
+        events += _metadata(pid, title, tracks)
         numbers = {track: tid for tid, track in enumerate(tracks, 1)}
         events += _slices(pid, spans, numbers)
         found = list(_flows(pid, spans, numbers, flows))
@@ -54,14 +54,14 @@ def _shown(span: Span) -> bool:
 
 
 def _metadata(pid: int, name: str, tracks: Sequence[str]) -> Iterator[Event]:
-    def told(what: str, tid: int, **args: object) -> Event:
+    def event(what: str, tid: int, **args: object) -> Event:
         return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
 
-    yield told("process_name", 0, name=name)
-    yield told("process_sort_index", 0, sort_index=pid)
+    yield event("process_name", 0, name=name)
+    yield event("process_sort_index", 0, sort_index=pid)
     for tid, track in enumerate(tracks, 1):
-        yield told("thread_name", tid, name=track)
-        yield told("thread_sort_index", tid, sort_index=tid)
+        yield event("thread_name", tid, name=track)
+        yield event("thread_sort_index", tid, sort_index=tid)
 
 
 def _slices(pid: int, spans: Sequence[Span], numbers: dict[str, int]) -> Iterator[Event]:

@@ -30,7 +30,7 @@ class StageFigures:
 
     @property
     def seconds(self) -> float:
-        """Of a micro-batch."""
+        """Seconds of a micro-batch."""
         return self.forward + self.input + self.weight
 
 
@@ -57,7 +57,7 @@ class GroupFigures:
 
 @dataclass(frozen=True)
 class PipelineFigures:
-    """What a pipeline adds to a prediction."""
+    """The figures that a pipeline adds to a prediction."""
 
     schedule: str
     counts: tuple[int, ...]

@@ -52,10 +52,10 @@ def heading(timeline: Timeline) -> str:
     where = timeline.cluster or timeline.device
     ranks = f"{trace.world} rank{'s' * (trace.world != 1)}"
     classes = f" in {len(trace.ops)} classes" if len(trace.ops) > 1 else ""
-    told = f"{timeline.word} step of {ranks}{classes} on {where}"
+    title = f"{timeline.word} step of {ranks}{classes} on {where}"
     if timeline.device and timeline.device != where:
-        told += f" ({timeline.device})"
-    return told + (f"; constants: {timeline.source}" if timeline.source else "")
+        title += f" ({timeline.device})"
+    return title + (f"; constants: {timeline.source}" if timeline.source else "")
 
 
 def facts(timeline: Timeline) -> list[Fact]:
@@ -89,7 +89,7 @@ def facts(timeline: Timeline) -> list[Fact]:
 
 def sheets(timeline: Timeline) -> list[Sheet]:
     """The tables of time and of memory; empty ones are left out."""
-    made = [
+    facts = [
         _balance(timeline),
         _classes(timeline),
         _sums("time by phase", "phase", timeline.by_phase(), timeline.step, ordered=True),
@@ -99,30 +99,30 @@ def sheets(timeline: Timeline) -> list[Sheet]:
         *(_kinds(timeline, tier) for tier in timeline.trace.tiers),
         *(_alive(timeline, tier) for tier in timeline.trace.tiers),
     ]
-    return [sheet for sheet in made if sheet.rows]
+    return [sheet for sheet in facts if sheet.rows]
 
 
 def task_facts(timeline: Timeline) -> list[Fact]:
     """The main figures of a Timeline whose ops are tasks of pipeline stages."""
     share = _percent(_part(timeline.computing, timeline.step))
-    told = Fact(
+    row = Fact(
         "in tasks",
         share,
         "of the step a task runs, including waits for collectives of the stage's mesh; mean of all ranks",
     )
     found = [fact for fact in facts(timeline) if not fact.name.startswith("masked")]
-    return [told if fact.name == "computing" else fact for fact in found]
+    return [row if fact.name == "computing" else fact for fact in found]
 
 
 def task_sheets(timeline: Timeline) -> list[Sheet]:
     """The tables of a Timeline whose ops are tasks of pipeline stages: there are no kernels to count."""
-    made = [
+    facts = [
         _balance(timeline),
         _sums("time by phase", "phase", timeline.by_phase(), timeline.step, ordered=True),
         *(_kinds(timeline, tier) for tier in timeline.trace.tiers),
         *(_alive(timeline, tier) for tier in timeline.trace.tiers),
     ]
-    return [sheet for sheet in made if sheet.rows]
+    return [sheet for sheet in facts if sheet.rows]
 
 
 def _balance(timeline: Timeline) -> Sheet:
@@ -268,8 +268,8 @@ def describe_ranks(timeline: Timeline, name: str) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    told = [f"{first}–{last}" if last > first else str(first) for first, last in runs]
-    return ", ".join(told[:3]) + (f", … ({timeline.trace.size(name)} ranks)" if len(told) > 3 else "")
+    ranges = [f"{first}–{last}" if last > first else str(first) for first, last in runs]
+    return ", ".join(ranges[:3]) + (f", … ({timeline.trace.size(name)} ranks)" if len(ranges) > 3 else "")
 
 
 def shown_together(timelines: Iterable[Timeline]) -> str:
@@ -299,19 +299,19 @@ def word(timeline: Timeline) -> str:
 
 def verdict(timeline: Timeline) -> str:
     """The sentence, with `simulated` or `measured` first."""
-    told = f"{word(timeline)}: a step takes {format_duration(timeline.step)}"
+    sentence = f"{word(timeline)}: a step takes {format_duration(timeline.step)}"
     if timeline.mfu is not None:
-        told += f", MFU {timeline.mfu:.1%}"
+        sentence += f", MFU {timeline.mfu:.1%}"
     has = timeline.capacity.get("device")
     peak = timeline.peak.bytes
     if has and peak:
         fits = "it fits into the device's memory" if peak <= has else "it DOES NOT FIT the device's memory"
-        told += f"; {fits} ({format_bytes(peak)} of {format_bytes(has)})"
-    return f"{told}; {_dominant(timeline)}" if timeline.step else told
+        sentence += f"; {fits} ({format_bytes(peak)} of {format_bytes(has)})"
+    return f"{sentence}; {_dominant(timeline)}" if timeline.step else sentence
 
 
 def _dominant(timeline: Timeline) -> str:
-    """What takes the largest part of a rank's step, mean of all ranks."""
+    """The part that takes most of a rank's step, mean of all ranks."""
     bubbles = timeline.bubbles
     kinds = timeline.by_kind()
     # A task of a pipeline has no kernels, and holds the collectives of its stage.

@@ -52,10 +52,10 @@ def wrapped(text: str, width: int = WIDTH, indent: str = "  ", first: str = "") 
 def answer(verdict: str, lines: Sequence[tuple[str, str]], width: int = WIDTH) -> str:
     """A sentence, then a line for each name and text; texts wrap beside their names. At most `width` columns wide."""
     beside = max((len(name) for name, _ in lines), default=0) + 2
-    told = [wrapped(verdict, width)]
+    shown = [wrapped(verdict, width)]
     for name, text in lines:
-        told.append(wrapped(text, width, " " * beside, first=name.ljust(beside)))
-    return "\n".join(told) + "\n"
+        shown.append(wrapped(text, width, " " * beside, first=name.ljust(beside)))
+    return "\n".join(shown) + "\n"
 
 
 def table(timeline: Timeline, width: int = WIDTH) -> str:
@@ -130,15 +130,15 @@ def fitting(sheet: Sheet, width: int) -> tuple[Sheet, list[str]]:
 def _grid(sheet: Sheet, width: int):  # type: ignore[no-untyped-def]
     from rich.table import Table
 
-    made = Table(pad_edge=False)
+    table = Table(pad_edge=False)
     widths = _widths(sheet, width)
     for at, (column, wide) in enumerate(zip(sheet.columns, widths, strict=True)):
-        made.add_column(column, justify="left" if at < sheet.left else "right", overflow="fold", width=wide)
+        table.add_column(column, justify="left" if at < sheet.left else "right", overflow="fold", width=wide)
     for row in sheet.rows:
         if row[0] in ("sum", "step"):
-            made.add_section()
-        made.add_row(*_plain(tuple(map(_in_lines, row, widths))))
-    return made
+            table.add_section()
+        table.add_row(*_plain(tuple(map(_in_lines, row, widths))))
+    return table
 
 
 def _in_lines(text: str, width: int | None) -> str:

@@ -17,7 +17,8 @@ from hyper_parallel.report.sheets import Sheet
 from hyper_parallel.report.table import render
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import Recorder
-from hyper_parallel.rl.controller.scorer import Scorer, scorer_of
+from hyper_parallel.rl.controller.scorer import Scorer
+from hyper_parallel.rl.controller.scorer_kinds import scorer_of
 from hyper_parallel.rl.controller.workers import HOST, engine_of
 from hyper_parallel.rl.role_layouts import (
     Candidates,

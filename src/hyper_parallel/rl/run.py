@@ -21,7 +21,8 @@ from hyper_parallel.rl.controller.controller import Controller, LoopState
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import BatchReport, Recorder, shown
 from hyper_parallel.rl.controller.recovery import LOST, Recovery
-from hyper_parallel.rl.controller.scorer import Accuracy, ModelScorer, Scorer, evaluate, scorer_of
+from hyper_parallel.rl.controller.scorer import Accuracy, Scorer, evaluate
+from hyper_parallel.rl.controller.scorer_kinds import ModelScorer, scorer_of
 from hyper_parallel.rl.controller.warm_up import warm_up
 from hyper_parallel.rl.controller.workers import HOST, RoleGroup, WeightSync, do, engine_of, groups_of
 from hyper_parallel.rl.queue import StalenessQueue

@@ -1,6 +1,6 @@
 """A schedule for given, unequal costs and memory: list scheduling with several priority rules and placements.
 
-Candidates, of which the shortest wins:
+Candidates; the shortest wins:
 
 - **list schedules** (`list_scheduling`) of each placement that the stages allow (neighbouring stages on one rank,
   interleaved, and the V), built from both ends with the rules of `variants.RULES`, then rebuilt from the other end
@@ -22,11 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Schedule
 from hyper_parallel.schedule.costs import Costs
 from hyper_parallel.schedule.declared import SPLITS_BACKWARD, named_schedule
 from hyper_parallel.schedule.list_scheduling import Listed, Problem, ends_first, list_schedule, mirrored
 from hyper_parallel.schedule.lower_bound import makespan_bound
-from hyper_parallel.schedule.schedule import Schedule
 from hyper_parallel.schedule.timing import BACKWARD, FORWARD, INPUT, WEIGHT, decode, encode, peak, run_orders
 from hyper_parallel.schedule.v_shaped import v_placement
 from hyper_parallel.strategy.pipeline import ScheduleName
@@ -45,7 +45,7 @@ _NEARBY = 0.05
 
 @dataclass(frozen=True)
 class AutoSchedule:
-    """What the search found."""
+    """The result of the search."""
 
     schedule: Schedule
     makespan: float
@@ -70,7 +70,7 @@ def auto_schedule(
 
     `caps`: most that each rank may hold of what forward passes save, in the unit of `Costs.saved` (micro-batches of a
     stage where that was left out); no limit when left out. Raises StrategyError for sizes that do not fit, and where a
-    rank's cap is below one micro-batch of its own stages.
+    rank's cap is below one micro-batch of its stages.
     """
     if ranks < 1 or micro_batches < 1 or costs.stages % ranks:
         raise StrategyError(
@@ -169,7 +169,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which kind of action goes first where several could start; those of one kind by their earliest times."""
+    """The kind of action that goes first where several could start; those of one kind by their earliest times."""
 
     name: str
     order: tuple[int, int, int]

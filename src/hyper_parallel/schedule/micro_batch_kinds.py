@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.schedule import Action, Schedule
 
 Edges = Mapping[tuple[int, int], float]
 """(stage that gives, stage that takes) to the seconds of the transfer."""
@@ -53,7 +53,7 @@ class MicroBatchKind:
 
     @classmethod
     def chain(cls, costs: Costs, placement: Sequence[int], count: int = 1) -> MicroBatchKind:
-        """Stages of a pipeline, each of which feeds the next one."""
+        """Stages of a pipeline: each feeds the next one."""
         borders = list(enumerate(costs.transfers))
         return cls(
             costs,
@@ -95,12 +95,12 @@ class StepTables:
 
     @property
     def micro_batches(self) -> int:
-        """Of the step."""
+        """Micro-batches of the step."""
         return len(self.kind_of)
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Of the stages of all kinds."""
+        """Ranks of the stages of all kinds."""
         return tuple(rank for kind in self.kinds for rank in kind.placement)
 
     def kind(self, micro_batch: int) -> MicroBatchKind:
@@ -131,8 +131,8 @@ class StepTables:
         )
 
     def caps_of_1f1b(self) -> list[float]:
-        """What each rank may hold: as much as the fullest one if the stage that is n stages before the last one holds
-        the n + 1 micro-batches that save most."""
+        """The memory that each rank may hold: as much as the fullest one if the stage that is n stages before the last
+        one holds the n + 1 micro-batches that save most."""
         fullest = 0.0
         for rank in range(self.ranks):
             held, depth = [], 0
@@ -154,7 +154,7 @@ def way_in(kind: MicroBatchKind) -> list[float]:
 
 
 def _way_out(kind: MicroBatchKind) -> list[float]:
-    """By stage: seconds from the end of its input gradients until the gradients of its own weights, and all of earlier
+    """By stage: seconds from the end of its input gradients until the gradients of its weights, and all of earlier
     stages, have been computed."""
     out = list(kind.costs.weight)
     for (source, target), seconds in sorted(kind.backward.items(), key=lambda one: one[0][0]):

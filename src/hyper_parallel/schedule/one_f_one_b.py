@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
-from hyper_parallel.schedule.schedule import Action, Schedule
 
 
 def one_f_one_b(ranks: int, micro_batches: int, *, paired: bool = False) -> Schedule:

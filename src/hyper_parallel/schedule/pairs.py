@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.schedule import Action, Schedule
 from hyper_parallel.schedule.timing import DeadlockError, Timing, time_schedule
 
 _BACKWARD = (TaskKind.BACKWARD, TaskKind.INPUT)
@@ -30,13 +30,13 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
     plain = time_schedule(schedule, costs)
     best, shortest = schedule, plain.makespan * _PAYS
     for pairs in _candidates(schedule, costs, plain):
-        made = replace(schedule, pairs=pairs)
+        paired = replace(schedule, pairs=pairs)
         try:
-            makespan = time_schedule(made, costs).makespan
+            makespan = time_schedule(paired, costs).makespan
         except DeadlockError:
             continue
         if makespan < shortest:
-            best, shortest = made, makespan
+            best, shortest = paired, makespan
     return best
 
 

@@ -4,7 +4,7 @@ List scheduling (as in `list_scheduling`) of one sequence of micro-batches on al
 passes in the order of the sequence, so that the oldest micro-batch that has not ended always has its memory, and no cap
 can lock the ranks. Backward passes run as their gradients arrive; gradients of weights where nothing else can run.
 
-Candidates, of which the shortest wins: sequences times rules. Sequences: kinds mixed evenly, by Johnson's rule
+Candidates; the shortest wins: sequences times rules. Sequences: kinds mixed evenly, by Johnson's rule
 (*Optimal two- and three-stage production schedules*, Naval Research Logistics Quarterly 1(1), 1954) with the last stage
 as the second machine, kind by kind, and Johnson's from the end. Rules: backward passes first, or forward passes first
 where memory has room. The search counts actions, not seconds, and depends on its arguments alone, so that ranks with
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, StepTables, way_in
-from hyper_parallel.schedule.schedule import Action, Schedule
 
 EFFORT = 1_600
 """Actions placed, of which the first candidate takes as many as it has."""
@@ -34,7 +34,7 @@ _KINDS = (TaskKind.FORWARD, TaskKind.INPUT, TaskKind.WEIGHT, TaskKind.BACKWARD)
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """What the search found."""
+    """The result of the search."""
 
     schedule: Schedule
     """Its stages are those of all kinds, kind after kind; micro-batches are numbered likewise."""

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, StepTables
-from hyper_parallel.schedule.schedule import Action, Schedule
 from hyper_parallel.schedule.timing import DeadlockError, Timing, bubble
 
 _FORWARD, _INPUT, _WEIGHT = range(3)
@@ -110,7 +110,7 @@ class _Walk:
         return end + (costs.weight[stage] if action.kind is TaskKind.BACKWARD else 0.0)
 
     def _memory(self, action: Action) -> tuple[float, float]:
-        """What an action takes when it begins, and frees when it ends."""
+        """Bytes that an action takes when it begins, and frees when it ends."""
         kind, stage = self._own(action)
         saved, released = kind.costs.saved[stage], kind.costs.released[stage]
         match action.kind:

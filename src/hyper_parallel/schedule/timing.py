@@ -16,9 +16,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.errors import StrategyError
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.schedule import Action, Schedule
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
 """Kinds as numbers, which index tables."""
@@ -43,7 +43,7 @@ class Bubble:
 
     @property
     def total(self) -> float:
-        """Of all causes."""
+        """Seconds of all causes."""
         return self.fill + self.waiting + self.drain
 
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.program.program import TaskKind
 from hyper_parallel.schedule.one_f_one_b import at_least
-from hyper_parallel.schedule.schedule import Action, Schedule
 
 _PERIOD = 6
 """Units in which a rank runs the six actions of one micro-batch."""

@@ -92,8 +92,8 @@ class AgreedCollectives:
         self._forwards = 0
         """Forward passes with gradients since the last backward pass."""
         self._trains = False
-        """There was one: what FSDP2 announces outside of forward passes belongs to a backward pass, of which one graph
-        may have several."""
+        """There was one: what FSDP2 announces outside of forward passes belongs to a backward pass; one graph may have
+        several."""
         self._held: dict[int, BackwardFlags] | None = None
         """While everything is gathered: what each group's backward pass was asked to do."""
         self._unreduced: list[bool] = []

@@ -75,7 +75,7 @@ class FolderWeights:
         }
 
     def read_in_slices(self, names: Collection[str]) -> bool:
-        """Whether no more is read of these weights than what is asked for."""
+        """Whether a slice of these weights is read without the rest."""
         return all(is_sliced(self._tensors[name]) for name in names)
 
     def refuse_untied(self) -> None:

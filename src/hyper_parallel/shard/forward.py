@@ -114,7 +114,7 @@ def documents_known(several: bool) -> Iterator[None]:
     """Inside, rows hold `several` documents, or one each, and no values are looked at to find out."""
     import transformers.masking_utils as masks
 
-    asked = masks.find_packed_sequence_indices, masks.is_tracing
+    functions = masks.find_packed_sequence_indices, masks.is_tracing
     masks.find_packed_sequence_indices = lambda positions: begins(positions).cumsum(-1) if several else None
     # Transformers takes fake tensors for a compilation, in which it builds masks that a run does not.
     masks.is_tracing = lambda tensor=None: False
@@ -122,7 +122,7 @@ def documents_known(several: bool) -> Iterator[None]:
         with replace(current_step(), documents=several).installed():
             yield
     finally:
-        masks.find_packed_sequence_indices, masks.is_tracing = asked
+        masks.find_packed_sequence_indices, masks.is_tracing = functions
 
 
 def begins(positions: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def several_documents(positions: Tensor) -> bool:
 
 
 def call(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inputs: Any) -> Any:
-    """What the model returns for ids and positions, both int64 [B, S], and what else it takes (`pixel_values`).
+    """The model's output for ids and positions, both int64 [B, S], and what else it takes (`pixel_values`).
 
     A Transformers model is given `position_ids`, in which a packed document restarts at 0, no attention mask and
     `use_cache=False`: only then does it keep packed documents apart. Its masks find the positions also where it does

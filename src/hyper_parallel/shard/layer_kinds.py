@@ -69,15 +69,15 @@ def with_layers(
     parent = model.get_submodule(parent_name)
     try:
         setattr(parent, own, nn.ModuleList(layers[index] for index in keep))
-        made = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     finally:
         setattr(parent, own, layers)
-    config: Any = text_config(made)
+    config: Any = text_config(copied)
     if config is not None:
         for key, values in _per_layer(config, len(layers)).items():
             setattr(config, key, [values[index] for index in keep])
         config.num_hidden_layers = len(keep)
-    return made, _renamed(model, plan, strategy, keep)
+    return copied, _renamed(model, plan, strategy, keep)
 
 
 def _renamed(model: nn.Module, plan: Plan, strategy: Strategy, keep: Sequence[int]) -> Strategy:
@@ -214,7 +214,7 @@ def layers_skipped(
 
 
 class _Flow:
-    """What goes from layer to layer in a forward pass."""
+    """The tensors that go from layer to layer in a forward pass."""
 
     def __init__(self) -> None:
         self._given: dict[int, tuple[Any, Any]] = {}
@@ -266,7 +266,7 @@ class _Skipped(nn.Module):
         self.__dict__.update(_layer=layer, _index=index, _like=like, _flow=flow)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer in front returned."""
+        """Return what the layer in front returned."""
         of = self.__dict__
         return of["_flow"].through(of["_index"], of["_like"], args, kwargs)
 

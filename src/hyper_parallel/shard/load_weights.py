@@ -36,8 +36,8 @@ def init_weights(model: nn.Module, seed: int, device: torch.device | str = "cpu"
     magnitudes = Magnitudes(skeleton)
     for name, values in initial_values(skeleton, seed, elsewhere=_elsewhere(handle)):
         _fill(handle, name, values)
-        for made, norms in magnitudes.after(name, values):
-            _fill(handle, made, norms)
+        for weight, norms in magnitudes.after(name, values):
+            _fill(handle, weight, norms)
 
 
 def load_weights(

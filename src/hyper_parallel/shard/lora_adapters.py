@@ -63,7 +63,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def name_in_base(name: str, model: nn.Module) -> str | None:
-    """What the model without adapters calls a module, parameter or buffer of `model`; None for an adapter's own.
+    """The name in the model without adapters of a module, parameter or buffer of `model`; None for an adapter's own.
 
     Raises nothing: names of a model without adapters are given back as they are.
     """
@@ -129,7 +129,7 @@ def _is_of_peft(module: nn.Module, name: str) -> bool:
 #
 #     W' = m · (W + s B A) / ‖W + s B A‖          m: [out], the norm over each row
 #
-# A magnitude begins as ‖W + s B A‖. Each rank computes those of its own rows from slices of W, so that nothing is
+# A magnitude begins as ‖W + s B A‖. Each rank computes those of its rows from slices of W, so that nothing is
 # communicated and no rank needs the whole of W; values are the same under any strategy.
 
 _MODULES = "lora_magnitude_vector"

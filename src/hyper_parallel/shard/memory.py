@@ -70,7 +70,7 @@ def _recomputed(options: dict[str, Any], forward: Forward, *args: Any, **kwargs:
 
 
 def _policy(_context: Any, op: Any, *args: Any, **_options: Any) -> CheckpointPolicy:
-    """Of an operator that runs in a layer's forward pass, whether its results are kept."""
+    """The policy of an operator in a layer's forward pass: whether its results are kept."""
     namespace, _, rest = op._schema.name.partition("::")
     shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
     kept = namespace == _COLLECTIVES or is_expensive(rest.removesuffix("_"), shapes)

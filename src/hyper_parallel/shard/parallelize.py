@@ -356,10 +356,10 @@ def _store(task: _Task, fsdp2: bool, pipeline: PipelinePlace | None) -> None:
         local = per_rank(lambda rank: cut(old.detach().to(stored), layout, axes.devices.coordinate(rank)))
         if fsdp2 and axes.carries_tensor and set(layout.split_axes) <= {"tensor_x"}:
             local = _as_dtensor(local, layout, axes.whole["tensor_x"])
-        made = nn.Parameter(local, old.requires_grad)
+        stored_parameter = nn.Parameter(local, old.requires_grad)
         if isinstance(local, DTensor):
-            keep_gradient_sharded(made)
-        return made
+            keep_gradient_sharded(stored_parameter)
+        return stored_parameter
 
     fsdp.replace_parameters(task.model, make)
 

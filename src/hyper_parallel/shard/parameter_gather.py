@@ -53,7 +53,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Access:
-    """What is made of one stored parameter before its module computes with it."""
+    """Makes the weight that a module computes with from one stored parameter."""
 
     plan: ParameterPlan
     axes: Mapping[str, Axis]
@@ -71,7 +71,7 @@ class Access:
         return self.after_data(x)
 
     def after_data(self, x: torch.Tensor) -> torch.Tensor:
-        """What is computed with, of what `over_data` or FSDP2 makes."""
+        """The weight to compute with, from what `over_data` or FSDP2 makes."""
         for axis in self.plan.summed:
             x = self.axes[axis].copy(x)
         if self.plan.chosen is not None:
@@ -152,30 +152,30 @@ def apply_access(module: nn.Module, accesses: Sequence[AccessedParameter]) -> No
         # Inside of a module that made them ready, there is nothing to do for those below it.
         here = [one for one in accesses if isinstance(one.owner._parameters[one.own], nn.Parameter)]
         stored = [parameter_of(owner, own) for owner, own, _ in here]
-        made: dict[int, torch.Tensor] = {}
+        weights: dict[int, torch.Tensor] = {}
         with present(*stored):
             for (_, _, access), parameter in zip(here, stored, strict=True):
-                if id(parameter) not in made:
-                    made[id(parameter)] = access(parameter)
-            with _exchanged(here, [made[id(parameter)] for parameter in stored]):
+                if id(parameter) not in weights:
+                    weights[id(parameter)] = access(parameter)
+            with _exchanged(here, [weights[id(parameter)] for parameter in stored]):
                 return forward(*args, **kwargs)
 
     wrap(module, wrapper)
 
 
 @contextlib.contextmanager
-def _exchanged(accesses: Sequence[AccessedParameter], made: Sequence[Tensor]) -> Iterator[None]:
+def _exchanged(accesses: Sequence[AccessedParameter], weights: Sequence[Tensor]) -> Iterator[None]:
     """Inside, the model's code finds these tensors in the place of the parameters.
 
     Raises StrategyError where the code puts another one there.
     """
     stored = [owner._parameters[own] for owner, own, _ in accesses]
-    memory = [_memory(tensor) for tensor in made]
+    memory = [_memory(tensor) for tensor in weights]
     try:
-        for (owner, own, _), tensor in zip(accesses, made, strict=True):
+        for (owner, own, _), tensor in zip(accesses, weights, strict=True):
             put(owner, own, tensor)
         yield
-        for (owner, own, access), tensor, before in zip(accesses, made, memory, strict=True):
+        for (owner, own, access), tensor, before in zip(accesses, weights, memory, strict=True):
             if owner._parameters.get(own) is not tensor or _memory(tensor) != before:
                 raise StrategyError(
                     f"the forward pass puts another tensor in the place of the parameter {access.plan.name!r}, and an "
@@ -238,11 +238,11 @@ class GatheredAtRoot:
         self._made = []
         stored = [x for owner, own, _ in self._accesses if (x := owner._parameters[own]) is not None]
         with present(*stored), self._buffers.alike(any(map(is_fake, stored))):
-            made = self._ready(stored)
-            with self._in_place(made), _NoWrites(self._name, self._names(made)):
+            weights = self._ready(stored)
+            with self._in_place(weights), _NoWrites(self._name, self._names(weights)):
                 output = forward(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._made = made
+            self._made = weights
         return output
 
     def _refuse_loading(self, module: nn.Module, *_: Any) -> None:
@@ -264,17 +264,17 @@ class GatheredAtRoot:
             return forward(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _in_place(self, made: Sequence[Tensor]) -> Iterator[None]:
+    def _in_place(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the model's code finds these."""
         self._inside = True
         try:
-            with _exchanged(self._accesses, made):
+            with _exchanged(self._accesses, weights):
                 yield
         finally:
             self._inside = False
 
     def _ready(self, stored: Sequence[Tensor]) -> list[Tensor]:
-        """What is computed with, in the order of the accesses; of a parameter that modules share, once."""
+        """The weights to compute with, in the order of the accesses; of a parameter that modules share, once."""
         first = {id(x): at for at, x in reversed([*enumerate(stored)])}
         places = sorted(first.values())
         moves = [self._accesses[at].access.over_data() for at in places]
@@ -283,18 +283,18 @@ class GatheredAtRoot:
         fake = any(map(is_fake, local))
         any_of = (lambda flags: flags) if fake else self._axes.any
         whole = _Together.apply(_Moves(moves, any_of, self._forget), *local)
-        made = {at: self._accesses[at].access.after_data(x) for at, x in zip(places, whole, strict=True)}
-        return [made[first[id(x)]] for x in stored]
+        ready = {at: self._accesses[at].access.after_data(x) for at, x in zip(places, whole, strict=True)}
+        return [ready[first[id(x)]] for x in stored]
 
     def _forget(self) -> None:
         if not keeps_graph():
             self._made = []
 
-    def _names(self, made: Sequence[Tensor]) -> dict[int, str]:
+    def _names(self, weights: Sequence[Tensor]) -> dict[int, str]:
         """The parameter in each memory."""
         return {
             x.untyped_storage()._cdata: one.access.plan.name
-            for x, one in zip(made, self._accesses, strict=True)
+            for x, one in zip(weights, self._accesses, strict=True)
         }
 
 

@@ -1,7 +1,7 @@
 """Hooks and attributes of parameters, carried over to the parameters that take their place.
 
 A hook means the gradient of the whole parameter, over all rows: a mask, a clip, an update in the backward pass. A rank
-has a part of it, and of its own rows only. So hooks are called at the end of a backward pass with the gradient that was
+has a part of it, and of its rows only. So hooks are called at the end of a backward pass with the gradient that was
 reduced and gathered, on every rank alike, and each keeps its part of the result.
 """
 
@@ -21,7 +21,7 @@ from hyper_parallel.shard.sharded_model import ShardedModel, ShardedParameter, l
 
 
 class ParameterHooks:
-    """What the user put on the parameters of a model before it was parallelized."""
+    """Hooks that the user put on the parameters of a model before it was parallelized."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hooks: dict[str, Hooks] = {}

@@ -27,8 +27,12 @@ from hyper_parallel.layout.mesh import DeviceGroup, Mesh
 from hyper_parallel.shard.mesh_axis import Axis, Levels, Part
 from hyper_parallel.strategy import Strategy
 
-DATA_AXES = "replicate*shard"
-"""The joint along which ranks see different rows."""
+ROW_AXES = ("replicate", "shard")
+"""The axes along which ranks see different rows."""
+DATA_AXES = "*".join(ROW_AXES)
+"""The joint of them."""
+LOSS_AXES = (*ROW_AXES, "context")
+"""The axes over which the ranks' parts of a loss are summed; ranks along the others hold the same part."""
 
 
 class ProcessMesh(Mapping[str, Axis]):
@@ -118,7 +122,7 @@ class ProcessMesh(Mapping[str, Axis]):
         return self.devices.coordinate(self.rank)
 
     def data_index_of(self, rank: int) -> int:
-        """Which share of the batch a global rank computes, 0 ≤ index < replicate · shard."""
+        """The index of the share of the batch that a global rank computes, 0 ≤ index < replicate · shard."""
         return self.devices.index(DATA_AXES, rank)
 
     def speaks(self, axes: tuple[str, ...], rank: int) -> float:
@@ -147,7 +151,7 @@ class ProcessMesh(Mapping[str, Axis]):
             return greatest
 
     def any(self, flags: list[bool]) -> list[bool]:
-        """Of each flag whether it is set on some rank of the mesh. A collective."""
+        """Whether each flag is set on some rank of the mesh. A collective."""
         return [bool(value) for value in self.greatest([float(flag) for flag in flags])]
 
     # Process groups.
@@ -180,8 +184,8 @@ class ProcessMesh(Mapping[str, Axis]):
         """The process group of this rank, of groups that all ranks make together."""
         mine = dist.get_rank()
         wanted = groups if self._of_all_ranks else [ranks for ranks in groups if mine in ranks]
-        made = [(self._new_group(ranks), ranks) for ranks in wanted]
-        group, ranks = next(pair for pair in made if mine in pair[1])
+        groups_made = [(self._new_group(ranks), ranks) for ranks in wanted]
+        group, ranks = next(pair for pair in groups_made if mine in pair[1])
         self._note(str(group.group_name), axis, ranks)
         return group
 

@@ -46,7 +46,8 @@ class Folder:
         return frozenset(self._files)
 
     def dtype(self) -> torch.dtype | None:
-        """Of the first floating-point tensor, as Transformers' `dtype="auto"` finds it; None where there is none."""
+        """The dtype of the first floating-point tensor, as Transformers' `dtype="auto"` finds it; None where there is
+        none."""
         for stored, path in self._files.items():
             kind = self._opened_file(path).get_slice(stored).get_dtype()
             if kind in _FLOATING:
@@ -129,7 +130,7 @@ _LFS = b"version https://git-lfs"
 
 
 def _other_weights(folder: Path) -> str:
-    """What to do about a folder without safetensors."""
+    """A hint for a folder without safetensors."""
     if any(folder.glob("pytorch_model*.bin")):
         return (
             "; pytorch_model.bin is not read, since it can run code: AutoModelForCausalLM.from_pretrained(folder)"

@@ -23,7 +23,7 @@ from hyper_parallel.strategy.memory import ShardLevel
 
 
 class SavedKind(StrEnum):
-    """What a pass of a micro-batch leaves for later ones."""
+    """The kinds of tensors that a pass of a micro-batch leaves for later ones."""
 
     WEIGHT = "weight"
     """A gathered weight."""
@@ -34,7 +34,7 @@ class SavedKind(StrEnum):
 
 
 class SavedItem(NamedTuple):
-    """What is saved, and of whom."""
+    """A saved tensor, and whose it is."""
 
     kind: SavedKind
     owner: Hashable
@@ -99,7 +99,7 @@ class SavedGathers:
         return other
 
     def weight(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` gives, made once a step where the level keeps weights. Without autograd."""
+        """The weight that `make` gives, made once a step where the level keeps weights. Without autograd."""
         if self.position.level == "parameters":
             return make()
         if key not in self._weights:
@@ -147,8 +147,8 @@ class GatherBoundaries(SavedGathers):
         """As `SavedGathers.weight`."""
 
         def kept() -> Tensor:
-            self.gathered.append(made := make())
-            return made
+            self.gathered.append(tensor := make())
+            return tensor
 
         return super().weight(key, kept).detach()
 

@@ -42,15 +42,10 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_hyper_parallel"
 
-ROW_AXES = ("replicate", "shard")
-"""The axes along which ranks see different rows."""
-LOSS_AXES = (*ROW_AXES, "context")
-"""The axes over which the ranks' parts of a loss are summed; ranks along the others hold the same part."""
-
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """What `parallelize` knows of a model. Made by it, found again by `sharded`."""
+    """The handle of a parallelized model, made by `parallelize` and found again by `sharded`."""
 
     model: nn.Module
     strategy: Strategy
@@ -101,11 +96,12 @@ class ShardedModel:
 
     @property
     def data_index(self) -> int:
-        """Which share of the batch this rank computes, 0 ≤ index < replicate · shard."""
+        """The index of the share of the batch that this rank computes, 0 ≤ index < replicate · shard."""
         return self.axes.data_index_of(self.axes.rank)
 
     def data_index_of(self, rank: int) -> int:
-        """Which share of the batch a rank of the run computes; ranks of all stages of a pipeline have the same rows."""
+        """The index of the share of the batch that a rank of the run computes; ranks of all stages of a pipeline have
+        the same rows."""
         groups = (self.axes.devices,) if self.pipeline is None else self.pipeline.groups
         group = next((one for one in groups if rank in one.ranks), self.axes.devices)
         return group.index(DATA_AXES, rank)
@@ -123,7 +119,7 @@ class ShardedModel:
         return () if self.pipeline is None else self.pipeline.holders(name)
 
     def owned(self) -> list[ShardedParameter]:
-        """Those of `parameters` that this rank holds: all, but in a pipeline those of its stages. The others are on the
+        """The `parameters` that this rank holds: all, but in a pipeline those of its stages. The others are on the
         meta device."""
         return [one for one in self.parameters() if self.pipeline is None or self.pipeline.owns(one.name)]
 
@@ -150,6 +146,13 @@ class ShardedModel:
         and of the groups of a pipeline."""
         first = self.pipeline is None or self.pipeline.index == 0
         return float(first) * self.axes.speaks(axes, self.rank)
+
+    def auxiliary_loss(self) -> torch.Tensor:
+        """This rank's part of the last forward pass's auxiliary loss, as `Balancing.loss`; zero where the model's own
+        loss has no such term."""
+        if self.balancing is None or not self.balancing.logits:
+            return torch.zeros((), device=self.device)
+        return self.balancing.loss(self.axes)
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the whole gradient, the same on every rank; each element is counted once."""

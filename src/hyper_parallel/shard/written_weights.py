@@ -225,7 +225,7 @@ class WrittenBuffers:
         }
 
     def found(self) -> dict[str, Checksum]:
-        """What the forward pass wrote."""
+        """The weights that the forward pass wrote."""
         now = dict(self._model.named_buffers())
         return {
             name: checksum(now[name])
@@ -235,7 +235,7 @@ class WrittenBuffers:
 
     @property
     def names(self) -> list[str]:
-        """Those that there were at the beginning."""
+        """The names that there were at the beginning."""
         return sorted(self._before)
 
     @contextlib.contextmanager
@@ -281,7 +281,7 @@ def refuse_differences(
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """Of a tensor's values."""
+    """The checksum of a tensor's values."""
     values = tensor.detach().double()
     numbers = (float(values.numel()), float(values.sum()), float(values.square().sum()))
     return tuple(-2.0 if value != value else value for value in numbers)  # type: ignore[return-value]

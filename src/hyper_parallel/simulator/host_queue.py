@@ -1,7 +1,7 @@
 """Host queue: when the host enqueues each op of a class, if it takes time to do so.
 
 A framework's host goes through a step in the order of its code and enqueues kernels, collectives and copies, ℓ seconds
-each (`Device.host_launch`); an operator that is several kernels is so many launches (`Device.host_kernels`). It runs
+each (`Device.host_launch`); an operator of several kernels has as many launches (`Device.host_kernels`). It runs
 ahead of the device until it reads a number that the device computes (an op of kind ``host``), where it waits:
 
     enqueued(i) = end(s) + ℓ · (launches behind s up to i)        s: the last op before i at which the host waited, or

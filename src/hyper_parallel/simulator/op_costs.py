@@ -97,7 +97,7 @@ class Costs:
         return sum(leg.latency + leg.seconds for leg in self.legs(call))
 
     def _dispatch(self, call: Collective) -> tuple[Leg, ...] | None:
-        """One leg on all levels at once, of which the slowest decides; None where the levels hold unequal parts."""
+        """One leg on all levels at once, as long as on the slowest; None where the levels hold unequal parts."""
         cluster, how = self._cluster, self._algorithm
         radices = cluster.radices(call.ranks)
         assert isinstance(how, TokenDispatch)

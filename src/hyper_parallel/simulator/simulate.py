@@ -54,8 +54,8 @@ def source_of(cluster: Cluster) -> str:
     if not cluster.estimates:
         return cluster.source
     count = len(cluster.estimates)
-    told = f"{count} estimate{'s' * (count != 1)} among them"
-    return f"{cluster.source} ({told})" if cluster.source else told
+    count_of_estimates = f"{count} estimate{'s' * (count != 1)} among them"
+    return f"{cluster.source} ({count_of_estimates})" if cluster.source else count_of_estimates
 
 
 def _alone(trace: Trace, costs: Costs) -> Alone:

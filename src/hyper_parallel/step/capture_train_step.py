@@ -31,7 +31,7 @@ from hyper_parallel.graph.ir import GivenTensor, module_state
 from hyper_parallel.graph.step_context import current_step, micro_batch
 from hyper_parallel.offloading.expert_overflow import load_shown
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.experts.routing import update_biases
+from hyper_parallel.shard.experts.loads import update_biases
 from hyper_parallel.shard.forward import several_documents
 from hyper_parallel.shard.memory import in_place, recompute_pass, recomputed_modules
 from hyper_parallel.shard.saved_gathers import GatherBoundaries

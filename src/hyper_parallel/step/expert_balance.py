@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.shard import ShardedModel
+from hyper_parallel.shard.experts.loads import by_layer, move_experts, take_loads
 from hyper_parallel.shard.experts.placement import Placement, heaviest, place, replicas_needed
-from hyper_parallel.shard.experts.routing import by_layer, move_experts, take_loads
 from hyper_parallel.step.optimizer import Optimizer
 from hyper_parallel.strategy.strategy import ExpertBalance
 from hyper_parallel.units import format_bytes

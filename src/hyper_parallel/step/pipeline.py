@@ -25,7 +25,7 @@ from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.forward import documents_known, inference, several_documents
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
 from hyper_parallel.shard.plan.plan import check_length
-from hyper_parallel.shard.sharded_model import ROW_AXES
+from hyper_parallel.shard.process_mesh import ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.pipeline_build import BuiltPipeline, Losses, check_processes, cut_into_stages
 from hyper_parallel.step.pipeline_plan import StepShape

@@ -32,7 +32,7 @@ from hyper_parallel.runtime.reshard_transfers import KnownPorts
 from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.schedule import StepSchedule, forward_only, step_schedule
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_micro_batch import batch_of, fields_of
 from hyper_parallel.step.micro_batch import LOSS, ROWS

@@ -13,8 +13,8 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError
 from hyper_parallel.shard import ShardedModel, sharded
-from hyper_parallel.shard.experts.routing import imbalance, take_loads
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.experts.loads import imbalance, take_loads
+from hyper_parallel.shard.process_mesh import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.lr_schedule import Schedule, schedule
 from hyper_parallel.step.nonfinite_report import shorten

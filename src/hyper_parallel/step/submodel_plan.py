@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from hyper_parallel.compat.process_groups import gather_objects
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import GraphError, StrategyError
 from hyper_parallel.graph import StepGraph
@@ -119,14 +118,14 @@ class SubmodelPlanner:
             )
 
         self._kinds += 1
-        documents = any(of_all_ranks(bool(micro.several)))
+        documents = any(gather_objects(bool(micro.several)))
         whole, questions = captured(micro)
         cut = self._agreed_cut(whole)
         stages = cut.stages(whole, self._shadow)
         values = self._values(stages, cut, lambda: captured(doubled)[0])
         users = {name: tuple(sorted(found)) for name, found in stages.users.items()}
         found = _Found(tuple(values), self._costs(stages, whole, cut), users)
-        by_rank: list[_Found] = of_all_ranks(found)
+        by_rank = gather_objects(found)
         self._check(by_rank)
         firsts = [by_rank[group.ranks[0]] for group in self.place.groups]
         layouts = self._layouts(firsts)
@@ -151,15 +150,15 @@ class SubmodelPlanner:
         except GraphError as error:
             raise StrategyError(f"submodels: {error}") from error
         counts = [self._counts(whole, part) if part in order else () for part in range(len(parts.names))]
-        told: list[tuple[list[int], list[tuple[int, ...]]]] = of_all_ranks((order, counts))
-        for rank, (other, _) in enumerate(told):
-            if other != told[0][0]:
-                needs = [" → ".join(parts.names[part] for part in found) for found in (told[0][0], other)]
+        orders = gather_objects((order, counts))
+        for rank, (other, _) in enumerate(orders):
+            if other != orders[0][0]:
+                needs = [" → ".join(parts.names[part] for part in found) for found in (orders[0][0], other)]
                 raise StrategyError(
                     f"submodels: rank 0's rows need {needs[0]}, and those of rank {rank} need {needs[1]}; see that "
                     "all ranks' rows of a micro-batch need the same submodels"
                 )
-        firsts = [told[self.place.groups[parts.group(part)].ranks[0]] for part in range(len(parts.names))]
+        firsts = [orders[self.place.groups[parts.group(part)].ranks[0]] for part in range(len(parts.names))]
         for part in order:
             self._layer_counts.setdefault(part, firsts[part][1][part])
         agreed = [self._layer_counts.get(part, ()) for part in range(len(parts.names))]
@@ -349,10 +348,3 @@ class Cut:
 def crossings(stages: PipelineStages) -> list[Crossing]:
     """The values that cross between stages."""
     return [one for stage in stages.partition.stages for one in (*stage.sends, *stage.gradients_out)]
-
-
-def of_all_ranks(found: Any) -> list[Any]:
-    """What every rank has found, by rank. A collective."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, found)
-    return told

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hyper_parallel.compat.process_groups import gather_objects
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.shard.forward import several_documents
@@ -19,7 +20,6 @@ from hyper_parallel.shard.process_mesh import DATA_AXES
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import fields_of
 from hyper_parallel.step.stage_plan import StagePlan
-from hyper_parallel.step.submodel_plan import of_all_ranks
 from hyper_parallel.workload.submodels import with_partners
 
 Rows = Mapping[str, Tensor]
@@ -224,8 +224,8 @@ class Kinds:
         """The plans of a step's micro-batches, and the places of those of each. A collective."""
         while True:
             mine = [{at for at, kind in enumerate(self._kinds) if kind.fits(one)} for one in micro]
-            told: list[list[set[int]]] = of_all_ranks(mine)
-            common = [set.intersection(*(one[at] for one in told)) for at in range(len(micro))]
+            fitting = gather_objects(mine)
+            common = [set.intersection(*(kinds[at] for kinds in fitting)) for at in range(len(micro))]
             new = next((at for at, kinds in enumerate(common) if not kinds), None)
             if new is None:
                 break

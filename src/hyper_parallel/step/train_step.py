@@ -22,7 +22,7 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.launch import logs
 from hyper_parallel.launch.stop import Requests
 from hyper_parallel.shard import ShardedModel
-from hyper_parallel.shard.experts.routing import update_biases
+from hyper_parallel.shard.experts.loads import update_biases
 from hyper_parallel.shard.forward import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.step.batches import StepBatch

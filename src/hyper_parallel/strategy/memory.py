@@ -131,8 +131,8 @@ class Memory(Section):
     @model_validator(mode="after")
     def _reshards_by_level(self) -> Memory:
         given = self.reshard_after_forward
-        asked = any(given.values()) if isinstance(given, dict) else given
-        if asked and self.shard != "parameters":
+        some_layers = any(given.values()) if isinstance(given, dict) else given
+        if some_layers and self.shard != "parameters":
             raise ValueError(
                 f"'reshard_after_forward' frees parameters that 'shard: {self.shard}' keeps through the step; "
                 "set shard to parameters, or leave reshard_after_forward out"
@@ -164,27 +164,27 @@ def recomputed_layers(memory: Memory, counts: Sequence[int]) -> list[int]:
     """
     if not recomputes(memory):
         return []
-    asked = memory.recompute_layers
+    counted = memory.recompute_layers
     most = max(counts, default=0)
-    if asked is None:
-        asked = most
-    if isinstance(asked, int):
-        asked = [asked] * len(counts)
-    if len(asked) != len(counts):
+    if counted is None:
+        counted = most
+    if isinstance(counted, int):
+        counted = [counted] * len(counts)
+    if len(counted) != len(counts):
         stages = "1 stage (no pipeline)" if len(counts) == 1 else f"{len(counts)} stages"
         raise StrategyError(
-            f"memory.recompute_layers: {asked} has {len(asked)} numbers, and the run has {stages}; give one number "
+            f"memory.recompute_layers: {counted} has {len(counted)} numbers, and the run has {stages}; give one number "
             "for each stage, or a single number for all of them"
         )
-    if max(asked, default=0) > most:
+    if max(counted, default=0) > most:
         has = "the model has" if len(counts) == 1 else "the largest stage has"
         raise StrategyError(
-            f"memory.recompute_layers: {max(asked)} is too large: {has} {most} layers; give at most {most}, or leave "
+            f"memory.recompute_layers: {max(counted)} is too large: {has} {most} layers; give at most {most}, or leave "
             "recompute_layers out to recompute every layer"
         )
     found: list[int] = []
     first = 0
-    for count, again in zip(counts, asked, strict=True):
+    for count, again in zip(counts, counted, strict=True):
         found += range(first, first + min(count, again))
         first += count
     return found

@@ -165,7 +165,7 @@ class Strategy(Section):
     pipeline: Pipeline = Pipeline()
     """Pipeline parallelism: the schedule and the layers of the stages."""
     submodels: dict[str, Submodel] = Field(default_factory=dict)
-    """Name to a part of the model on devices of its own, in the place of `axes` (docs/multimodal.md)."""
+    """Name to a part of the model on its own devices, in the place of `axes` (docs/multimodal.md)."""
     sequence: bool = False
     """Shard activations between blocks along the sequence, over the tensor axis."""
     rules: dict[str, RuleName] = Field(default_factory=dict)

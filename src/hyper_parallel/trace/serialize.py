@@ -197,20 +197,20 @@ def _load_trace(data: dict[str, Any]) -> Trace:
 
 def _load_timeline(data: dict[str, Any]) -> Timeline:
     trace = _load_trace(data["program"])
-    told = data["timeline"]
+    written = data["timeline"]
     names = list(trace.ops)
     spans = []
-    for (place, index), (engine, start, end, *ready) in zip(told["ops"], told["spans"], strict=True):
+    for (place, index), (engine, start, end, *ready) in zip(written["ops"], written["spans"], strict=True):
         op = trace.ops[names[place]][index]
         rank = trace.first(names[place])
-        spans.append(Span(rank, told["engines"][engine], start, end, op, ready[0] if ready else start))
-    alone_of = partial(Alone, *told["alone"]) if told["alone"] else None
+        spans.append(Span(rank, written["engines"][engine], start, end, op, ready[0] if ready else start))
+    alone_of = partial(Alone, *written["alone"]) if written["alone"] else None
     return Timeline(
         trace,
         tuple(spans),
         alone_of=alone_of,
-        capacity=told["capacity"],
-        **{name: told[name] for name in _PLAIN},
+        capacity=written["capacity"],
+        **{name: written[name] for name in _PLAIN},
     )
 
 

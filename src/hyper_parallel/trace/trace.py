@@ -257,28 +257,30 @@ def check(trace: Trace) -> None:
 
 def _check_op(name: str, place: int, op: Op) -> None:
     if op.index != place:
-        raise TraceError(f"{_told(name, op)} stands at place {place}; an op's index is its place in the list")
+        raise TraceError(
+            f"{_described(name, op)} stands at place {place}; an op's index is its place in the list"
+        )
     for other in op.after:
         if not 0 <= other < place:
             raise TraceError(
-                f"{_told(name, op)} waits for op {other}, which is not before it; order the ops so that each "
+                f"{_described(name, op)} waits for op {other}, which is not before it; order the ops so that each "
                 "waits only for earlier ones"
             )
     if op.work is not None and op.collective is not None:
-        raise TraceError(f"{_told(name, op)} has both work and a collective; make two ops of it")
+        raise TraceError(f"{_described(name, op)} has both work and a collective; make two ops of it")
     tiers = copy_tiers(op.queue)
     if not (is_compute(op.queue) or is_comm(op.queue) or tiers or op.queue == "host"):
         raise TraceError(
-            f"{_told(name, op)} is on queue {op.queue!r}; a queue is compute, compute:<name>, comm:<axis>, "
+            f"{_described(name, op)} is on queue {op.queue!r}; a queue is compute, compute:<name>, comm:<axis>, "
             "copy:<from>><to> or host"
         )
     if op.collective is not None and not is_comm(op.queue):
         raise TraceError(
-            f"{_told(name, op)} is a collective on queue {op.queue!r}; it needs a comm:<axis> queue"
+            f"{_described(name, op)} is a collective on queue {op.queue!r}; it needs a comm:<axis> queue"
         )
     if op.collective is None and is_comm(op.queue):
         raise TraceError(
-            f"{_told(name, op)} is on queue {op.queue!r} and has no collective; only they run there"
+            f"{_described(name, op)} is on queue {op.queue!r} and has no collective; only they run there"
         )
 
 
@@ -291,7 +293,7 @@ def _check_storages(trace: Trace, name: str) -> None:
         for held in op.allocates:
             if held.storage in known:
                 raise TraceError(
-                    f"{_told(name, op)} allocates storage {held.storage}, which was there before; each allocation "
+                    f"{_described(name, op)} allocates storage {held.storage}, which was there before; each allocation "
                     "needs a new number"
                 )
             known.add(held.storage)
@@ -299,7 +301,7 @@ def _check_storages(trace: Trace, name: str) -> None:
         for storage in op.frees:
             if storage not in alive:
                 when = "already freed" if storage in known else "never allocated"
-                raise TraceError(f"{_told(name, op)} frees storage {storage}, which was {when}")
+                raise TraceError(f"{_described(name, op)} frees storage {storage}, which was {when}")
             alive.remove(storage)
 
 
@@ -316,14 +318,14 @@ class _Groups:
             missing = [rank for rank in call.ranks if rank not in self._of]
             if missing:
                 raise TraceError(
-                    f"{_told(name, op)} calls ranks {missing}; the trace has {len(self._of)} ranks, "
+                    f"{_described(name, op)} calls ranks {missing}; the trace has {len(self._of)} ranks, "
                     f"{min(self._of)} to {max(self._of)}"
                 )
             found = tuple(sorted({self._of[rank] for rank in call.ranks}))
             self._known[id(call.ranks)] = found
         if name not in found:
             raise TraceError(
-                f"{_told(name, op)} is a call of ranks {call.ranks}, and none of them is of its class"
+                f"{_described(name, op)} is a call of ranks {call.ranks}, and none of them is of its class"
             )
         return found
 
@@ -335,22 +337,22 @@ def _all_meet(trace: Trace, found: dict[str, dict[int, Meeting]]) -> None:
         for index, meeting in of.items():
             calls[meeting][name] = trace.ops[name][index]
     for (tag, classes, turn), given in calls.items():
-        told = f"call {turn + 1} tagged {tag!r} of the classes {_listed(classes)}"
+        place = f"call {turn + 1} tagged {tag!r} of the classes {_listed(classes)}"
         absent = [name for name in classes if name not in given]
         if absent:
             name, op = next(iter(given.items()))
             raise TraceError(
-                f"{told} is made by {_told(name, op)} and not by {_listed(absent)}; all classes of a group make "
+                f"{place} is made by {_described(name, op)} and not by {_listed(absent)}; all classes of a group make "
                 "the same calls, or give what differs another tag"
             )
         kinds = sorted({op.collective.kind for op in given.values() if op.collective})
         if len(kinds) > 1 and kinds != ["recv", "send"]:
-            raise TraceError(f"{told} is of different kinds: {_listed(kinds)}")
+            raise TraceError(f"{place} is of different kinds: {_listed(kinds)}")
         if kinds in (["send"], ["recv"]):
-            raise TraceError(f"{told} is a {kinds[0]} on every side; one sends and the other receives")
+            raise TraceError(f"{place} is a {kinds[0]} on every side; one sends and the other receives")
 
 
-def _told(name: str, op: Op) -> str:
+def _described(name: str, op: Op) -> str:
     return f"op {op.index} ({op.name}) of class {name!r}"
 
 

@@ -45,7 +45,7 @@ def add_cached(
 
 
 def _engine(model: nn.Module, tokens: int) -> Engine | None:
-    """An engine for texts of so many tokens; None where it refuses them."""
+    """An engine for texts of `tokens` tokens; None where it refuses them."""
     engine = offered_engine(model, "the sample is computed", frozenset({_STOPPED}))
     if engine is not None:
         try:

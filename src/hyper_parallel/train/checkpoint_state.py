@@ -154,33 +154,35 @@ class RunCheckpoints:
         return resumed, notes
 
     def _chosen(self) -> _Choice:
-        asked, group = self._config.checkpoint.resume_from, _group(self._handle)
+        resume_from, group = self._config.checkpoint.resume_from, _group(self._handle)
         found = None
-        if asked is None or self._rewound_before():
+        if resume_from is None or self._rewound_before():
             found = newest(self._folder, group=group)
             skipped = found.skipped if found is not None else ()
             notes = [f"passed over {path.name}: {reason}" for path, reason in skipped]
-            if asked is not None:
-                notes.append(f"this very run was taken back to step {asked} before, and goes on from there")
+            if resume_from is not None:
+                notes.append(
+                    f"this very run was taken back to step {resume_from} before, and goes on from there"
+                )
             return _Choice(found, notes, rewound=False)
-        found = of_step(self._folder, asked, group=group)
+        found = of_step(self._folder, resume_from, group=group)
         return _Choice(
             found, [f"passed over {path.name}: {reason}" for path, reason in found.skipped], rewound=True
         )
 
     def _rewound_before(self) -> bool:
         """Whether the newest checkpoint that is not to be passed over was written by this very run file."""
-        told = False
+        matches = False
         if self._handle.rank == 0:
             for name in file_format.committed(self._folder):
                 path = self._folder / str(name)
                 if reason_to_pass_over(path) is None:
                     with contextlib.suppress(CheckpointError):
-                        told = read_marker(path)["state"].get("config") == self._config.model_dump(
+                        matches = read_marker(path)["state"].get("config") == self._config.model_dump(
                             mode="json"
                         )
                         break
-        return bool(json.loads(agree(self._ranks(), None, json.dumps(told))))
+        return bool(json.loads(agree(self._ranks(), None, json.dumps(matches))))
 
     def _load(self, found: Found) -> RunState:
         state = self._read(found.path)
@@ -306,7 +308,7 @@ class RunCheckpoints:
         return {**model_shards(self._handle), **self._optimizer.pieces()}
 
     def _largest(self) -> dict[str, float]:
-        """What a step can compute with: of what is trained, and of what the optimizer keeps of it."""
+        """Name of a trained weight, or of its optimizer state, to the largest number that a step can compute with."""
         trained = {f"{MODEL}{p.name}" for p in self._handle.owned() if p.parameter.requires_grad}
         state = {name for name, piece in self._optimizer.pieces().items() if piece.local.is_floating_point()}
         return {**dict.fromkeys(trained, LARGEST_WEIGHT), **dict.fromkeys(state, LARGEST_FINITE)}

@@ -13,7 +13,7 @@ from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.forward import inference
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
 from hyper_parallel.shard.plan.plan import length_multiple
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ROW_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, load_rows, rows_beside, share_of
 from hyper_parallel.step.pipeline_build import BuiltPipeline
 from hyper_parallel.step.program_runner import whole_loss

@@ -36,7 +36,7 @@ _ADVICE = (
 
 
 class Recovery:
-    """Of one run."""
+    """Recovery of one run."""
 
     def __init__(self, how: str, health: Health, checkpoints: RunCheckpoints, batch: int) -> None:
         """`how`: `train.on_nonfinite`. `batch`: rows of a step."""
@@ -81,8 +81,10 @@ class Recovery:
         back.left_out = left_out
         back.skipped = state.skipped + 1
         back.consumed = back.leave_out(back.consumed, self._batch)
-        said = f"as train.on_nonfinite says; rows {at} to {at + self._batch} of the data's order are left out"
-        return back, [*notes, *more, f"{error}. Back at step {back.step}, {said}"]
+        reason = (
+            f"as train.on_nonfinite says; rows {at} to {at + self._batch} of the data's order are left out"
+        )
+        return back, [*notes, *more, f"{error}. Back at step {back.step}, {reason}"]
 
     def _count(self, error: NonFiniteError, state: RunState) -> None:
         """Raises NonFiniteError where the run does not get further."""
@@ -162,7 +164,8 @@ MARGIN = 1.0
 
 
 class Health:
-    """Of one run: every rank asks the same and gets the same answers. What it remembers is in the run's state."""
+    """Health of one run: every rank asks the same and gets the same answers. What it remembers is in the run's
+    state."""
 
     def __init__(
         self,

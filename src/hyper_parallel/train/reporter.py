@@ -83,7 +83,7 @@ class Reporter:
                 file.write(json.dumps({"step": step, "loads": loads}) + "\n")
 
     def summary(self, summary: Summary) -> None:
-        """What the run came to, in its folder and on the terminal."""
+        """Write the run's summary into its folder and on the terminal."""
         if self._progress is not None:
             summary.write()
             run_file = str(Path(self._config.out) / RUN_FILE)

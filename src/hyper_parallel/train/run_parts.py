@@ -15,7 +15,7 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.launch import Worker
 from hyper_parallel.shard import ShardedModel, sharded
-from hyper_parallel.shard.experts.routing import has_biases
+from hyper_parallel.shard.experts.loads import has_biases
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import Built, build, fill
 from hyper_parallel.step.capture_train_step import state as state_of
@@ -99,7 +99,7 @@ class SaveInterval:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run is made of. The parts have their state; which there are does not change."""
+    """The parts of a run. They have their state; which there are does not change."""
 
     config: RunConfig
     worker: Worker

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hyper_parallel.errors import NonFiniteError
 from hyper_parallel.launch import stop, stop_requested
 from hyper_parallel.launch.heartbeat import pulse
-from hyper_parallel.shard.experts.routing import by_layer, rank_imbalance
+from hyper_parallel.shard.experts.loads import by_layer, rank_imbalance
 from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.recipe import StepResult
@@ -196,13 +196,13 @@ class StepLoop:
 
 
 def _requests(interval: SaveInterval) -> stop.Requests:
-    """What this rank was asked, or wants: a checkpoint also when its time has come."""
-    asked = stop.requests()
-    return asked._replace(save=asked.save or interval.elapsed())
+    """Requests to this rank, and its own: a checkpoint also when its time has come."""
+    requests = stop.requests()
+    return requests._replace(save=requests.save or interval.elapsed())
 
 
 class StopVote:
-    """Of one run; every rank calls it at the same points."""
+    """The vote of one run to stop; every rank calls it at the same points."""
 
     def __init__(self, world: int) -> None:
         self._world = world
@@ -211,8 +211,8 @@ class StopVote:
 
     def __call__(self) -> bool:
         """Whether some rank was asked to stop. A collective of the hosts."""
-        asked = torch.tensor(float(stop_requested()))
+        vote = torch.tensor(float(stop_requested()))
         if self._world > 1:
-            dist.all_reduce(asked)
-        self.stopping = asked.item() > 0
+            dist.all_reduce(vote)
+        self.stopping = vote.item() > 0
         return self.stopping

@@ -166,7 +166,7 @@ def _commands(summary: Summary, trackers: list[str], file: str, epochs: float | 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetUse:
-    """What a budget came to on one rank. Bytes; rates are means over the steps of this run."""
+    """The use of a budget on one rank. Bytes; rates are means over the steps of this run."""
 
     budget: int
     """Of device memory (`strategy.memory.device`)."""
@@ -201,8 +201,10 @@ class BudgetUse:
         waited = f"{format_duration(self.waited)} a step, {self.share:.0%} of its time"
         rows.append(("copies waited for", waited if self.waited else "never"))
         if self.process:
-            told = f"{format_bytes(self.process)} resident; not governed: it includes Python and the tiers"
-            rows.append(("process memory", told))
+            sentence = (
+                f"{format_bytes(self.process)} resident; not governed: it includes Python and the tiers"
+            )
+            rows.append(("process memory", sentence))
         return rows
 
 
@@ -230,8 +232,8 @@ class BudgetMeter:
         self._steps += 1
 
     def record(self, memory: float, *, on_cpu: bool) -> dict[str, float]:
-        """What a step's record says of the budget. `memory`: what the back end says is allocated; of a CPU, that the
-        process has."""
+        """The fields of a step's record on the budget. `memory`: what the back end says is allocated; of a CPU, that
+        the process has."""
         self._process = int(memory) if on_cpu else 0
         steps = max(self._steps, 1)
         found = {

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 
+from hyper_parallel import compat
 from hyper_parallel.checkpoint.durable import explained
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data.export_assets import ends_of
-from hyper_parallel.errors import CheckpointError, HyperParallelError
-from hyper_parallel.launch import Worker, stop
+from hyper_parallel.errors import CheckpointError, HyperParallelError, LaunchError, WorkersFailedError
+from hyper_parallel.launch import Worker, run, stop
 from hyper_parallel.launch.heartbeat import pulse
+from hyper_parallel.launch.rendezvous import detect
+from hyper_parallel.launch.run_folder import run_lock
 from hyper_parallel.report.waiting import announcing
 from hyper_parallel.step.epochs import epochs_line
 from hyper_parallel.train.checkpoint_state import RunState
-from hyper_parallel.train.launch_workers import alone, run_on_workers
 from hyper_parallel.train.run_parts import RunParts
 from hyper_parallel.train.sample import sample
 from hyper_parallel.train.step_loop import StepLoop, StopVote
@@ -104,8 +109,8 @@ class _Run:
         parts.reporter.open(state.step)
         plans = parts.built.budget.plans if parts.built.budget is not None else []
         train, rows = self._config.train, parts.built.text.order.length
-        told = [epochs_line(train.epochs, rows, train.steps)] if train.epochs is not None else []
-        for note in (*told, *plans, *notes):
+        lines = [epochs_line(train.epochs, rows, train.steps)] if train.epochs is not None else []
+        for note in (*lines, *plans, *notes):
             parts.reporter.note(note)
         return state
 
@@ -183,3 +188,43 @@ class _Run:
         config = built.model_config or {}
         size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
         return int(size or built.text.tokenizer.vocab_size)
+
+
+# `Trainer.run` in a plain script: as the only worker, or as the parent or a member of several.
+
+
+@contextlib.contextmanager
+def alone(config: RunConfig) -> Iterator[Worker]:
+    """This process as a run's only worker: Ctrl-C is a request to stop, no process group is made, and
+    the run's folder is held. Raises LaunchError if another run holds it."""
+    backend = compat.backend(config.launch.device)
+    device = backend.device(0)
+    backend.set_device(device)
+    with run_lock(config.out), stop.listening((signal.SIGINT, signal.SIGTERM, stop.SAVE)):
+        yield Worker(rank=0, local_rank=0, world=1, local_world=1, device=device, backend=backend)
+
+
+_given: list[nn.Module] = []
+"""The model that the script under a launcher gave; its worker is the same process."""
+
+
+def run_on_workers(config: RunConfig, model: nn.Module | None) -> Summary:
+    """Start the run's local workers, or join a launcher's, and wait; the summary that rank 0 left.
+
+    Raises LaunchError when a model is given that processes started here would not have, or when the run fails.
+    """
+    if model is not None and detect(os.environ, config.launch.rendezvous) is None:
+        raise LaunchError(
+            f"a model of one's own cannot be handed to {config.effective_strategy.world} processes that are "
+            "started here; start the script with torchrun, or set launch.workers=1"
+        )
+    _given[:] = [] if model is None else [model]
+    code = run(config, f"{__name__}:main")
+    if code != 0:
+        raise WorkersFailedError(code, config.out)
+    return Summary.read(config.out)
+
+
+def main(config: RunConfig, worker: Worker) -> None:
+    """Train as one of a run's workers: what each worker of the command or of a script runs."""
+    Trainer(config, _given[0] if _given else None).run(worker)

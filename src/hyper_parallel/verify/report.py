@@ -117,8 +117,13 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able, with every parameter."""
-        told = {**asdict(self), "ok": self.ok, "failures": self.failures, "tolerance": TOLERANCE[self.dtype]}
-        return told if self.float64 is None else {**told, "float64": self.float64.to_json()}
+        record = {
+            **asdict(self),
+            "ok": self.ok,
+            "failures": self.failures,
+            "tolerance": TOLERANCE[self.dtype],
+        }
+        return record if self.float64 is None else {**record, "float64": self.float64.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Report:

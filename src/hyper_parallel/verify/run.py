@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from hyper_parallel import launch
 from hyper_parallel.compat.dispatch import float64, widen
 from hyper_parallel.compat.local_tensor import one_device, simulated_ranks
+from hyper_parallel.compat.process_groups import gather_objects
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError, SimulationError, StrategyError, WorkersFailedError
 from hyper_parallel.launch import Worker
@@ -62,27 +62,27 @@ def verify_file(config: RunConfig, driver: Driver = "auto") -> Report:
     prepared, owner = _with_owner(config)
     config = _reduced(prepared.config)
     wide = _in_full_precision(config)
-    said = "" if wide is config else ", in float32: rounded otherwise, tokens would choose other experts"
+    note = "" if wide is config else ", in float32: rounded otherwise, tokens would choose other experts"
     config = wide
     if driver != "gloo":
         one, batch, model = _one_device(config, prepared)
         try:
             with _refused_as_training(config, model):
-                report = against_simulated(config, model, batch, one, f"all ranks in one process{said}")
+                report = against_simulated(config, model, batch, one, f"all ranks in one process{note}")
             return replace(report, owner=owner)
         except SimulationError:
             if driver == "local":
                 raise
-            said += ", for the ranks of one process cannot follow this model"
+            note += ", for the ranks of one process cannot follow this model"
     code = launch.run(config, f"{__name__}:worker_main")
     if code != 0:
         raise WorkersFailedError(code, config.out)
     report = Report.from_json(json.loads((Path(config.out) / RESULT).read_text()))
-    return replace(report, driver=report.driver + said, owner=owner)
+    return replace(report, driver=report.driver + note, owner=owner)
 
 
 def verify_one_device(config: RunConfig) -> str:
-    """What the owner check finds for a run, in words. Raises what a run with this file would raise."""
+    """The owner check's verdict on a run, in words. Raises what a run with this file would raise."""
     return _with_owner(config)[1] or "nothing was compared: it reads images or sound"
 
 
@@ -185,9 +185,7 @@ def against_pipeline(
         gradients={name: x for name, x in one.gradients.items() if name in many.values},
         values={name: x for name, x in one.values.items() if name in many.values},
     )
-    reports: list[Report | None] = [None] * config.strategy.axes.world
-    dist.all_gather_object(reports, _compared(config, mine, many, driver))
-    found = joined([report for report in reports if report is not None], one)
+    found = joined(gather_objects(_compared(config, mine, many, driver)), one)
     return found if found.ok else replace(found, undecided="the stages of a pipeline are not run in float64")
 
 

@@ -23,7 +23,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.runtime.rank_transfers import MemoryTransfers, memory_channels
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
-from hyper_parallel.shard.sharded_model import LOSS_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch, share_of
 from hyper_parallel.step.build import fill_model
 from hyper_parallel.step.optimizer import build_optimizer

@@ -3,7 +3,8 @@
 `published.shape("llama-3-405b")` is a published model's Shape.
 """
 
-from hyper_parallel.workload.shape import Latent, Shape
+from hyper_parallel.workload.mixers import Latent
+from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.work import Flops, Work, WorkKind, bytes_of, flops_of_model, mfu
 from hyper_parallel.workload.workload import PRECISIONS, Precision, Workload
 

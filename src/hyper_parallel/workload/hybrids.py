@@ -42,7 +42,7 @@ _SHARED_WEIGHTS = ("num_mem_blocks", "hybrid_layer_ids")
 
 
 def kinds(config: Config, layers: int) -> list[str]:
-    """What each layer has, as the config names it; empty where it names nothing."""
+    """The kind of each layer, as the config names it; empty where it names nothing."""
     for key in _LISTS:
         if config.get(key):
             return list(config[key])

@@ -27,7 +27,7 @@ from typing import Literal
 MixerKind = Literal["mamba2", "linear", "gated_delta", "kimi_delta", "mamba", "recurrent_unit", "convolution"]
 
 CHUNKED: tuple[MixerKind, ...] = ("mamba2", "linear", "gated_delta", "kimi_delta")
-"""Recurrences that chunks turn into matrix products; each of their heads has a state of its own."""
+"""Recurrences that chunks turn into matrix products; each of their heads has its own state."""
 DELTA: tuple[MixerKind, ...] = ("gated_delta", "kimi_delta")
 
 
@@ -148,7 +148,7 @@ class Mixer:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMix:
-    """Of a model whose layers are not all attention and an MLP: how many have what."""
+    """The mix of layers of a model that are not all attention and an MLP: how many have what."""
 
     mixer: Mixer | None
     mixing: int
@@ -159,3 +159,17 @@ class LayerMix:
     """Layers with an MLP or experts."""
     norms: int
     """Norms of the hidden size in all layers."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434, section 2.1); the dims are one head's."""
+
+    query_rank: int
+    """0: queries come straight from the hidden state."""
+    key_rank: int
+    plain: int
+    """Dims of a query or key without position."""
+    rotary: int
+    """Dims of a query or key with position; the heads share the keys' part."""
+    value: int

@@ -56,14 +56,14 @@ def _key(name: str) -> str:
 
 @cache
 def _shapes() -> dict[str, Shape]:
-    made = {line[0]: _shape(*line) for line in LINES}
-    made |= {
+    shapes = {line[0]: _shape(*line) for line in LINES}
+    shapes |= {
         name: replace(Shape.of_config(config, name), source=source)
         for name, (source, config) in CONFIGS.items()
     }
-    made |= {alias: made[name] for alias, name in ALIASES.items()}
-    keyed = {_key(name): shape for name, shape in made.items()}
-    assert len(keyed) == len(made), "no two names are one without punctuation"
+    shapes |= {alias: shapes[name] for alias, name in ALIASES.items()}
+    keyed = {_key(name): shape for name, shape in shapes.items()}
+    assert len(keyed) == len(shapes), "no two names are one without punctuation"
     return keyed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hyper_parallel.workload.shape import Latent
+from hyper_parallel.workload.mixers import Latent
 
 _LATENT = Latent(query_rank=1536, key_rank=512, plain=128, rotary=64, value=128)
 """DeepSeek-V2's; its successors kept it."""

@@ -28,24 +28,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.workload.mixers import LayerMix, Mixer
+from hyper_parallel.workload.config_fields import shape_fields
+from hyper_parallel.workload.mixers import Latent, LayerMix, Mixer
 
 LARGEST = 10**9
 """Upper limit of a dimension: larger values are errors in units."""
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434, section 2.1); the dims are one head's."""
-
-    query_rank: int
-    """0: queries come straight from the hidden state."""
-    key_rank: int
-    plain: int
-    """Dims of a query or key without position."""
-    rotary: int
-    """Dims of a query or key with position; the heads share the keys' part."""
-    value: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,7 @@ class Shape:
     positions: int = 0
     """The model's maximum sequence length in tokens; 0: unknown."""
     expert_groups: int = 0
-    """Equal groups of experts of which a token chooses `chosen_groups` first (DeepSeek-V2, arXiv 2405.04434, section
+    """Equal groups of experts; a token chooses `chosen_groups` of them first (DeepSeek-V2, arXiv 2405.04434, section
     2.2.2); 0: a token may go to any experts."""
     chosen_groups: int = 0
     source: str = ""
@@ -157,9 +144,7 @@ class Shape:
         Raises ConfigError for a config without the dimensions, naming them, and for families whose layers are not
         those of a decoder with attention and MLPs.
         """
-        from hyper_parallel.workload.transformers_config import of_config
-
-        return of_config(config, name)
+        return cls(**shape_fields(config, name))
 
     @property
     def title(self) -> str:

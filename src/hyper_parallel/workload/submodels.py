@@ -67,7 +67,7 @@ class EncoderCosts:
     parameters: int
 
     def seconds(self, units: float) -> Times:
-        """Of a rank's units."""
+        """Times of a rank's units."""
         return seconds_of(self.passes, units)
 
 

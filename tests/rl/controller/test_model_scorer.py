@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.rl_runs import rl_config
-from hyper_parallel.rl.controller.scorer import ModelScorer
+from hyper_parallel.rl.controller.scorer_kinds import ModelScorer
 from hyper_parallel.rl.sample import Sample
 
 SIZE = 3

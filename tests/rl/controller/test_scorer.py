@@ -12,7 +12,8 @@ import pytest
 
 from harness.rl_runs import rl_config, samples_of
 from hyper_parallel.errors import DataError, RewardError
-from hyper_parallel.rl.controller.scorer import Scored, Scorer, scorer_of
+from hyper_parallel.rl.controller.scorer import Scored, Scorer
+from hyper_parallel.rl.controller.scorer_kinds import scorer_of
 from hyper_parallel.rl.sample import Prompted, Sample
 
 

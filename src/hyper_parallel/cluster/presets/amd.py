@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hyper_parallel.cluster.cluster import Cluster
 from hyper_parallel.cluster.files import (
     MEMORY_CURVE,
     Facts,
+    Tree,
     attention_shares,
-    cluster,
+    cluster_tree,
     estimate,
     known,
     matmul_curve,
@@ -23,7 +23,7 @@ _PLATFORM = "AMD Instinct MI300X platform datasheet (2023)"
 _AS_H100 = "as on NVIDIA's machines, since none is published"
 
 
-def mi300x() -> Cluster:
+def mi300x() -> Tree:
     """Eight MI300X in a full mesh."""
     facts: Facts = {
         "node": known(8, _PLATFORM),
@@ -64,7 +64,7 @@ def mi300x() -> Cluster:
         "host.read": estimate(9.2e11, "two processors with twelve channels of DDR5-4800"),
         "host.ranks": known(8, _PLATFORM),
     }
-    return cluster("mi300x", "AMD Instinct MI300X", "eight MI300X", facts)
+    return cluster_tree("mi300x", "AMD Instinct MI300X", "eight MI300X", facts)
 
 
-PRESETS: dict[str, Callable[[], Cluster]] = {"mi300x": mi300x}
+PRESETS: dict[str, Callable[[], Tree]] = {"mi300x": mi300x}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hyper_parallel.cluster.cluster import Cluster
 from hyper_parallel.cluster.files import (
     MEMORY_CURVE,
     Facts,
+    Tree,
     attention_shares,
-    cluster,
+    cluster_tree,
     estimate,
     known,
     matmul_curve,
@@ -63,7 +63,7 @@ _STEP = f"{_MEASURED}: α(n) = 90, 111, 157, 378 µs at 2, 8, 16, 128 ranks, so 
 _REACHED = f"{_MEASURED}: 117.8 of 196 GB/s"
 
 
-def a2() -> Cluster:
+def a2() -> Tree:
     """Atlas 800T A2: eight 910B in a full mesh."""
     facts: Facts = {
         "node": known(8, _A2),
@@ -81,10 +81,10 @@ def a2() -> Cluster:
         "host.read": estimate(7.6e11, "four processors with eight channels of DDR4-2933"),
         "host.ranks": known(8, _A2),
     }
-    return cluster("910b", "Ascend910B3", "Atlas 800T A2", facts)
+    return cluster_tree("910b", "Ascend910B3", "Atlas 800T A2", facts)
 
 
-def a3() -> Cluster:
+def a3() -> Tree:
     """CloudMatrix384: 48 nodes of eight 910C (sixteen dies), joined by the unified bus."""
     facts: Facts = {
         "node": known(16, _CLOUDMATRIX + ": eight packages of two dies"),
@@ -113,10 +113,10 @@ def a3() -> Cluster:
         "pool.read": estimate(3.07e13, "192 processors with 160 GB/s of unified bus each"),
         "pool.ranks": known(768, _CLOUDMATRIX),
     }
-    return cluster("cloudmatrix384", "Ascend910C", "CloudMatrix384", facts)
+    return cluster_tree("cloudmatrix384", "Ascend910C", "CloudMatrix384", facts)
 
 
-def a5() -> Cluster:
+def a5() -> Tree:
     """Atlas 950 SuperPoD: 950DT, up to 8,192 of them joined by the unified bus."""
     announced = "Huawei's announcement of the Atlas 950 SuperPoD (2025)"
     facts: Facts = {
@@ -148,10 +148,10 @@ def a5() -> Cluster:
         "pool.read": estimate(6.55e14, "80 GB/s for each of 8,192 devices"),
         "pool.ranks": known(8192, announced),
     }
-    return cluster("atlas950", "Ascend950DT", "Atlas 950 SuperPoD", facts)
+    return cluster_tree("atlas950", "Ascend950DT", "Atlas 950 SuperPoD", facts)
 
 
-PRESETS: dict[str, Callable[[], Cluster]] = {"910b": a2, "cloudmatrix384": a3, "atlas950": a5}
+PRESETS: dict[str, Callable[[], Tree]] = {"910b": a2, "cloudmatrix384": a3, "atlas950": a5}
 
 ALIASES = {
     "a2": "910b",

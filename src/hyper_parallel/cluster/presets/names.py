@@ -1,19 +1,17 @@
-"""Machines by name: a preset, a preset with a number of devices, a file, or PyTorch's name of the device; and the peak
-FLOP/s of published devices (the denominator of MFU).
+"""Published machines by name, by name and number of devices, or by PyTorch's name of the device; and the peak FLOP/s of
+published devices (the denominator of MFU).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
-from hyper_parallel.cluster.cluster import Cluster
+from hyper_parallel.cluster.files import Tree
 from hyper_parallel.cluster.presets import amd, ascend, nvidia
 from hyper_parallel.errors import ConfigError, nearest
 
-_PRESETS: dict[str, Callable[[], Cluster]] = {**nvidia.PRESETS, **amd.PRESETS, **ascend.PRESETS}
+_PRESETS: dict[str, Callable[[], Tree]] = {**nvidia.PRESETS, **amd.PRESETS, **ascend.PRESETS}
 _ALIASES = {**nvidia.ALIASES, **ascend.ALIASES}
 
 
@@ -22,8 +20,8 @@ def names() -> list[str]:
     return list(_PRESETS)
 
 
-def preset(name: str) -> Cluster:
-    """A published machine with an open number of devices. Raises ConfigError for an unknown name."""
+def preset(name: str) -> Tree:
+    """Return a published machine, its number of devices open, as plain data. Raises ConfigError for an unknown name."""
     known = _ALIASES.get(name.lower(), name.lower())
     if known not in _PRESETS:
         hint = nearest(name.lower(), [*_PRESETS, *_ALIASES])
@@ -34,17 +32,19 @@ def preset(name: str) -> Cluster:
     return _PRESETS[known]()
 
 
-def named(name: str) -> Cluster:
-    """The cluster for `h100x2048`, `h100`, or a file's path. Raises ConfigError for an unknown name."""
-    if name.endswith((".yaml", ".yml")) or Path(name).is_file():
-        return Cluster.load(name)
+def name_and_ranks(name: str) -> tuple[str, int | None]:
+    """Split `h100x2048` into the preset's name and its number of devices, None if open. Raises ConfigError for 0.
+
+    >>> name_and_ranks("h100x2048"), name_and_ranks("cloudmatrix384")
+    (('h100', 2048), ('cloudmatrix384', None))
+    """
     match = re.fullmatch(r"(.+)x(\d+)", name)
-    # A name may itself end in what looks like a number of devices: cloudmatrix384.
+    # A name may itself end in what looks like a number of devices.
     if match is None or name.lower() in _ALIASES or name.lower() in _PRESETS:
-        return preset(name)
+        return name, None
     if int(match[2]) < 1:
         raise ConfigError(f"a cluster has at least one device; got {name!r}")
-    return replace(preset(match[1]), name=name.lower(), ranks=int(match[2]))
+    return match[1], int(match[2])
 
 
 # Words that a device's name must hold, and the preset. The first match is taken.
@@ -79,11 +79,12 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     name = preset_of(device_name)
     if name is None:
         return None
-    found = preset(name)
-    assert found.device is not None, "a preset describes its device"
+    machine = preset(name)
     # A device that has no figure of a dtype's own runs it at that of its equal; a V100 has float16 and no bfloat16.
-    stated = next((d for d in (dtype, _EQUALS.get(dtype)) if f"device.matrix.{d}" in found.sources), None)
-    return found.device.matrix[stated] if stated else None
+    stated = next(
+        (d for d in (dtype, _EQUALS.get(dtype)) if f"device.matrix.{d}" in machine["sources"]), None
+    )
+    return float(machine["device"]["matrix"][stated]) if stated else None
 
 
 def preset_of(device_name: str) -> str | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hyper_parallel.cluster.cluster import Cluster
 from hyper_parallel.cluster.files import (
     MEMORY_CURVE,
     Fact,
     Facts,
+    Tree,
     attention_shares,
-    cluster,
+    cluster_tree,
     estimate,
     known,
     matmul_curve,
@@ -173,28 +173,28 @@ def _ampere(memory: float, bandwidth: float, source: str, nvlink: Fact, machine:
 _DDR4 = (4.1e11, "two processors with eight channels of DDR4-3200")
 
 
-def a100() -> Cluster:
+def a100() -> Tree:
     """DGX A100 of 80 GB."""
     host = _host(2.0e12, _DGX_A100, *_DDR4, 3.07e13)
     facts = _ampere(80e9, 2.039e12, _A100, known(300e9, _A100), _DGX_A100, host)
-    return cluster("a100", "NVIDIA A100-SXM4-80GB", "DGX A100", facts)
+    return cluster_tree("a100", "NVIDIA A100-SXM4-80GB", "DGX A100", facts)
 
 
-def a100_40() -> Cluster:
+def a100_40() -> Tree:
     """DGX A100 of 40 GB."""
     host = _host(1.0e12, _DGX_A100_40, *_DDR4, 1.5e13)
     facts = _ampere(40e9, 1.555e12, _A100_40, known(300e9, _A100_40), _DGX_A100_40, host)
-    return cluster("a100-40gb", "NVIDIA A100-SXM4-40GB", "DGX A100 of 320 GB", facts)
+    return cluster_tree("a100-40gb", "NVIDIA A100-SXM4-40GB", "DGX A100 of 320 GB", facts)
 
 
-def a800() -> Cluster:
+def a800() -> Tree:
     """Eight A800, otherwise as a DGX A100."""
     host = _host(2.0e12, _DGX_A100, *_DDR4, 3.07e13)
     facts = _ampere(80e9, 2.039e12, _A800, known(200e9, _A800), _DGX_A100, host)
-    return cluster("a800", "NVIDIA A800-SXM4-80GB", "eight A800", facts)
+    return cluster_tree("a800", "NVIDIA A800-SXM4-80GB", "eight A800", facts)
 
 
-def v100() -> Cluster:
+def v100() -> Tree:
     """DGX-1 with V100 of 32 GB. It has no bfloat16; float16 stands for it."""
     facts: Facts = {
         "node": known(8, _DGX_1),
@@ -220,26 +220,26 @@ def v100() -> Cluster:
         "flash.read": estimate(2.0e9, "four SATA drives of 0.5 GB/s each"),
         "flash.write": estimate(2.0e9, "four SATA drives of 0.5 GB/s each"),
     }
-    return cluster("v100", "Tesla V100-SXM2-32GB", "DGX-1 with V100", facts)
+    return cluster_tree("v100", "Tesla V100-SXM2-32GB", "DGX-1 with V100", facts)
 
 
-def h100() -> Cluster:
+def h100() -> Tree:
     """DGX H100."""
-    return cluster("h100", "NVIDIA H100 80GB HBM3", "DGX H100", _hopper(80e9, 3.35e12, _H100))
+    return cluster_tree("h100", "NVIDIA H100 80GB HBM3", "DGX H100", _hopper(80e9, 3.35e12, _H100))
 
 
-def h200() -> Cluster:
+def h200() -> Tree:
     """DGX H200."""
-    return cluster("h200", "NVIDIA H200", "DGX H200", _hopper(141e9, 4.8e12, _H200))
+    return cluster_tree("h200", "NVIDIA H200", "DGX H200", _hopper(141e9, 4.8e12, _H200))
 
 
-def h800() -> Cluster:
+def h800() -> Tree:
     """Eight H800, otherwise as a DGX H100."""
     facts = _hopper(80e9, 3.35e12, _H100, known(200e9, _H800))
-    return cluster("h800", "NVIDIA H800", "eight H800", facts)
+    return cluster_tree("h800", "NVIDIA H800", "eight H800", facts)
 
 
-def h20() -> Cluster:
+def h20() -> Tree:
     """Eight H20, otherwise as a DGX H100."""
     facts = {
         **_hopper(96e9, 4.0e12, _H20),
@@ -253,7 +253,7 @@ def h20() -> Cluster:
             "few multiprocessors are kept busy more easily than an H100's",
         ),
     }
-    return cluster("h20", "NVIDIA H20", "eight H20", facts)
+    return cluster_tree("h20", "NVIDIA H20", "eight H20", facts)
 
 
 def _blackwell(source: str, half: float, single: float, memory: float, quarter: float) -> Facts:
@@ -283,7 +283,7 @@ def _nvlink5(source: str, network_source: str, host: Fact, network: float = 50e9
     return _links(900e9, source, share, network, network_source, host)
 
 
-def b200() -> Cluster:
+def b200() -> Tree:
     """DGX B200."""
     facts: Facts = {
         "node": known(8, _DGX_B200),
@@ -291,10 +291,10 @@ def b200() -> Cluster:
         **_nvlink5(_B200, f"{_DGX_B200}: eight 400 Gb/s cards", known(63e9, _PCIE5)),
         **_host(4.0e12, _DGX_B200, 7.2e11, "two processors with eight channels of DDR5-5600", 3.07e13),
     }
-    return cluster("b200", "NVIDIA B200", "DGX B200", facts)
+    return cluster_tree("b200", "NVIDIA B200", "DGX B200", facts)
 
 
-def b300() -> Cluster:
+def b300() -> Tree:
     """DGX B300."""
     facts: Facts = {
         "node": known(8, _DGX_B300),
@@ -302,7 +302,7 @@ def b300() -> Cluster:
         **_nvlink5(_B300, f"{_DGX_B300}: eight 800 Gb/s cards", known(126e9, _PCIE6), 100e9),
         **_host(4.0e12, _DGX_B300, 8.2e11, "two processors with eight channels of DDR5-6400", 3.07e13),
     }
-    return cluster("b300", "NVIDIA B300", "DGX B300", facts)
+    return cluster_tree("b300", "NVIDIA B300", "DGX B300", facts)
 
 
 def _rack(source: str, device: Facts, network: float, network_source: str) -> Facts:
@@ -329,23 +329,23 @@ def _rack(source: str, device: Facts, network: float, network_source: str) -> Fa
     }
 
 
-def gb200() -> Cluster:
+def gb200() -> Tree:
     """GB200 NVL72."""
     device = _blackwell(_GB200, 2500e12, 80e12, 186e9, 10000e12)
     network = "NVIDIA DGX GB200 datasheet (2024): 400 Gb/s for each device"
-    return cluster("gb200-nvl72", "NVIDIA GB200", "GB200 NVL72", _rack(_GB200, device, 50e9, network))
+    return cluster_tree("gb200-nvl72", "NVIDIA GB200", "GB200 NVL72", _rack(_GB200, device, 50e9, network))
 
 
-def gb300() -> Cluster:
+def gb300() -> Tree:
     """GB300 NVL72."""
     device = _blackwell(_GB300, 2500e12, 80e12, 288e9, 15000e12)
     network = f"{_GB300}: 800 Gb/s for each device"
-    return cluster("gb300-nvl72", "NVIDIA GB300", "GB300 NVL72", _rack(_GB300, device, 100e9, network))
+    return cluster_tree("gb300-nvl72", "NVIDIA GB300", "GB300 NVL72", _rack(_GB300, device, 100e9, network))
 
 
 _LINK = ("bandwidth", "efficiency", "latency", "setup")
 
-PRESETS: dict[str, Callable[[], Cluster]] = {
+PRESETS: dict[str, Callable[[], Tree]] = {
     "v100": v100,
     "a100": a100,
     "a100-40gb": a100_40,

@@ -236,7 +236,7 @@ def _scheduler_peak(source: Source) -> tuple[float | None, str]:
         return None, ""
     peak, default = source.number(_PEAK), ""
     if not peak:
-        # WarmupDecayLR has a peak of its own even where nobody wrote one.
+        # WarmupDecayLR has its own peak even where nobody wrote one.
         peak, default = 1e-3 if kind == "WarmupDecayLR" else None, f", {DEFAULT}"
     return peak, f"the peak of the scheduler{default}, replaces the optimizer's rate"
 

@@ -152,7 +152,7 @@ class Source:
         return (default, DEFAULT) if value is None and default is not None else (value, "")
 
     def write(self, key: str, value: Any, *sources: str, note: str = "") -> None:
-        """Record a setting of the run file; `sources`: dotted keys, of which those that are left out do not count."""
+        """Record a setting of the run file; `sources`: dotted keys; those that are left out do not count."""
         paths = tuple(tuple(one.split(".")) for one in sources if self.value(one) is not None)
         origin = ", ".join(shown(path, self.value(".".join(path))) for path in paths)
         comment = "; ".join(part for part in (origin, note) if part)
@@ -195,7 +195,7 @@ class Source:
         )
 
     def error(self, key: str, needed: str, got: Any) -> ConfigError:
-        """What a key must be, and what it is."""
+        """An error that says what a key must be, and what it is."""
         return ConfigError(f"{self.name}: {shown(tuple(key.split('.')), got)}: {needed}")
 
 

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
-from hyper_parallel.inference.kv_cache.pages import Group, StreamReader, rows_of
+from hyper_parallel.inference.kv_cache.pages import StreamReader
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape, page_bytes
-from hyper_parallel.inference.kv_cache.tiers import Block, CacheReport, KVTiers, TierReport
+from hyper_parallel.inference.kv_cache.tiers import Block, CacheReport, Group, KVTiers, TierReport
 from hyper_parallel.inference.request import Running, StoredPages
-from hyper_parallel.inference.runs import runs_of
+from hyper_parallel.inference.runs import rows_of, runs_of
 from hyper_parallel.offloading.tiers import Pending, Tier
 
 T = TypeVar("T")
 SHORT = 4 << 20
-"""Bytes that are waited for: a read of so many takes about a millisecond."""
+"""Bytes that are waited for: their read takes about a millisecond."""
 
 
 class KVMemory:
@@ -43,7 +43,7 @@ class KVMemory:
         stored: int | None = None,
         ordered: bool = False,
     ) -> None:
-        """`page`: tokens of a page, of which this process stores `stored`, by default all. `shapes`: those of the
+        """`page`: tokens of a page; `stored`: those that this process stores, by default all. `shapes`: those of the
         cache's layers, or larger ones, by which memory is divided. `ordered`: wait for each read at once, so that what
         is in a pass does not depend on how fast a tier is: ranks that run the same passes need that. Raises TierError
         if a tier has not enough memory."""
@@ -84,7 +84,7 @@ class KVMemory:
         return self.group + 1
 
     def blocks_of(self, pages: int) -> int:
-        """Slots that a streamed request of so many pages can need."""
+        """Slots that a streamed request of this number of pages can need."""
         return -(-pages // self.group) * self._planes
 
     def begin(self) -> None:

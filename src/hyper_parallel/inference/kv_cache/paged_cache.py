@@ -175,7 +175,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             self._reader.begin(ragged)
 
     def like(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Of each layer that has written: keys and values of no token, [1, H, 0, D]."""
+        """For each layer that has written: keys and values of no token, [1, H, 0, D]."""
         return {layer.layer: layer.pages.like for layer in self.layers if layer.pages is not None}
 
     def make(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
@@ -185,7 +185,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """Of the layers that have written, in order."""
+        """Shapes of the layers that have written, in order."""
         return tuple(layer.pages.shape for layer in self.layers if layer.pages is not None)
 
     @property
@@ -219,7 +219,8 @@ Read = Callable[[Segment], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Matrices:
-    """What a layer multiplies cached values by: the first R1 rows belong to the first one, the others to the second."""
+    """Matrices that a layer multiplies cached values by: the first R1 rows belong to the first one, the others to the
+    second."""
 
     keys: Tensor
     """[H, R1 + R2, Dk]."""
@@ -232,7 +233,7 @@ class Matrices:
 
 
 class Latents:
-    """Of one layer. A pass calls `given`, the layer computes, then attention calls `learn` and `whole`."""
+    """Latents of one layer. A pass calls `given`, the layer computes, then attention calls `learn` and `whole`."""
 
     def __init__(self, *, absorb: bool, keep: bool) -> None:
         """`keep`: matrices are found once, and not in every pass: for weights that stay the same."""
@@ -248,8 +249,9 @@ class Latents:
     def given(
         self, first: Tensor, second: Tensor, segments: Sequence[Segment], read: Read
     ) -> tuple[Tensor, Tensor]:
-        """What the layer computes with, [1, H, rows, R1] and [1, H, rows, R2]: unit vectors where matrices are to be
-        found, then all rows of contexts that are expanded. `first` and `second`: the rows of the pass itself."""
+        """The values that the layer computes with, [1, H, rows, R1] and [1, H, rows, R2]: unit vectors where matrices
+        are to be found, then all rows of contexts that are expanded. `first` and `second`: the rows of the pass
+        itself."""
         if first.size(1) != 1 or second.size(1) != 1:
             self.linear = False
         self._units = None
@@ -282,8 +284,8 @@ class Latents:
         found = [x[0, :, :count].contiguous() for x in (keys, values)]
         if self.linear is None:
             row = torch.cat([first[-1], second[-1]])
-            made = (x[0, :, count] for x in (keys, values))
-            self.linear = all(_is_product(row, matrix, x) for matrix, x in zip(found, made, strict=True))
+            results = (x[0, :, count] for x in (keys, values))
+            self.linear = all(_is_product(row, matrix, x) for matrix, x in zip(found, results, strict=True))
         if not self.linear:
             return None
         if self._one_in_values is None:
@@ -294,7 +296,7 @@ class Latents:
 
     @property
     def rows(self) -> int:
-        """Of what was given."""
+        """Rows of what was given."""
         return self._rows
 
     def whole(self, segment: Segment) -> slice | None:

@@ -9,19 +9,15 @@ values of one layer may have different sizes (latents of MLA and their rotary ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hyper_parallel.inference.kv_cache.sizes import LayerShape
-from hyper_parallel.inference.kv_cache.tiers import Block, KVTiers
-from hyper_parallel.inference.runs import Run
+from hyper_parallel.inference.kv_cache.tiers import KVTiers
+from hyper_parallel.inference.ragged_pass import RaggedPass, Segment
 from hyper_parallel.offloading.tiers import Pending
-
-if TYPE_CHECKING:
-    from hyper_parallel.inference.ragged_pass import RaggedPass, Segment
 
 
 class LayerPages:
@@ -71,7 +67,7 @@ class LayerPages:
 
     @property
     def shape(self) -> LayerShape:
-        """What it holds of a token."""
+        """The shape that it holds for a token."""
         return shape_of(*self.like, int8=self._buffers is not None)
 
     def read(self, rows: Sequence[slice]) -> tuple[Tensor, Tensor]:
@@ -103,23 +99,11 @@ class LayerPages:
 
 
 def shape_of(keys_1HTD: Tensor, values_1HTD: Tensor, *, int8: bool) -> LayerShape:
-    """What a layer with such keys and values stores of a token."""
+    """The shape that a layer with such keys and values stores for a token."""
     keys, values = (
         (x.size(1), packed_size(x.size(3)) if int8 else x.size(3)) for x in (keys_1HTD, values_1HTD)
     )
     return LayerShape(keys, values, 1 if int8 else keys_1HTD.itemsize)
-
-
-def rows_of(runs: Sequence[Run], page: int, first: int, end: int) -> list[slice]:
-    """The rows of tokens `first` to `end - 1` of a request with these pages, a slice for each run."""
-    found, start = [], 0
-    for run in runs:
-        tokens = run.count * page
-        low, high = max(first - start, 0), min(end - start, tokens)
-        if low < high:
-            found.append(slice(run.first * page + low, run.first * page + high))
-        start += tokens
-    return found
 
 
 # Int8 rows of the KV cache: symmetric quantization in groups along the head size, with bfloat16 scales beside them.
@@ -193,7 +177,7 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Of the buffers that were made."""
+        """Bytes of the buffers that were made."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def clear(self) -> None:
@@ -222,15 +206,6 @@ class Staging:
 # in one piece, as if it lay on the device, and so has the same bits.
 #
 # Groups before a sliding window are not read.
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """Tokens `first` to `end - 1` of a request: blocks by layer, for keys (0) and values (1)."""
-
-    first: int
-    end: int
-    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -44,8 +44,8 @@ class RunCache:
     def __init__(
         self, model: Any, layers: int, page: int, stored: int | None = None, *, int8: bool = False
     ) -> None:
-        """`page`: tokens of a page, of which this process stores `stored`, by default all. `int8`: as `PagedCache` has
-        it."""
+        """`page`: tokens of a page; `stored`: those that this process stores, by default all. `int8`: as
+        `PagedCache` has it."""
         self._int8 = int8
         self._model, self._layers, self._page = model, layers, page
         self.stored = page if stored is None else stored
@@ -76,8 +76,8 @@ class RunCache:
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """What each layer caches of a token, known after the first pass; of ranks that run the same passes the most
-        heads that one has. A collective of these when it is asked for the first time after a pass."""
+        """The shapes that each layer caches for a token, known after the first pass; of ranks that run the same passes
+        the most heads that one has. A collective of these when it is asked for the first time after a pass."""
         own = tuple(shape_of(*like, int8=self._int8) for like in self._like.values())
         if self._shapes[0] != own:
             heads = self.agreement.largest([count for one in own for count in (one.keys[0], one.values[0])])
@@ -145,7 +145,7 @@ class RunCache:
         self._budget, self._for_pins = _Budget(sizes, tiers), False
 
     def separate(self) -> None:
-        """From now on, each run has a cache of its own, without tiers."""
+        """From now on, each run has its own cache, without tiers."""
         self.close()
         self._budget, self._for_pins = None, False
 

@@ -23,7 +23,8 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches of a token: heads and head size of its keys and of its values, and bytes of an element."""
+    """The cache of one layer for a token: heads and head size of its keys and of its values, and bytes of an
+    element."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -70,7 +71,7 @@ class KVCacheSizes:
 
 
 def page_bytes(layers: Sequence[LayerShape], page: int) -> int:
-    """Bytes of one page of `page` tokens in all layers. A layer that caches nothing of its own is left out."""
+    """Bytes of one page of `page` tokens in all layers. A layer that caches nothing itself is left out."""
     return page * sum(sum(one.planes) for one in layers)
 
 
@@ -95,7 +96,7 @@ def block_pages(page_bytes: int) -> int:
 # (`budget.needs`).
 
 ALIGN = 4096
-"""Bytes at a multiple of which a slot of any tier begins."""
+"""Alignment of the slots of all tiers, in bytes."""
 _KEPT = 64 << 20
 """Bytes of tiers that are taken at least where there is room, for prefixes of runs to come."""
 
@@ -116,7 +117,7 @@ class KVChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class KVDemand:
-    """What requests need of the cache."""
+    """The pages that requests need."""
 
     shapes: tuple[LayerShape, ...]
     page: int
@@ -132,7 +133,7 @@ class KVDemand:
 
     @property
     def bytes(self) -> int:
-        """Of a page."""
+        """Bytes of a page."""
         return page_bytes(self.shapes, self.page)
 
 

@@ -22,7 +22,7 @@ from hyper_parallel.units import round_up
 
 @dataclass
 class Moved:
-    """What one tier moved, in bytes and copies, and what it holds now."""
+    """Bytes and copies that one tier moved, and bytes that it holds now."""
 
     written: int = 0
     writes: int = 0
@@ -60,7 +60,7 @@ class TierSlots:
         return bool(self.free[size]) or self._grow(size) or self._repack(size)
 
     def take(self, size: int) -> int:
-        """A free slot of `size` bytes, of which there is one."""
+        """Take a free slot of `size` bytes; there must be one."""
         self.moved.held += size
         return self.free[size].pop()
 

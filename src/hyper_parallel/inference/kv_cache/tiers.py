@@ -26,7 +26,7 @@ Key = bytes
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """What lies in one slot of a tier."""
+    """The content of one slot of a tier."""
 
     level: int
     slot: int
@@ -36,6 +36,15 @@ class Block:
     """Requests that need it."""
     keys: list[Key] = field(default_factory=list)
     """Of the pages in it that prompts to come may find."""
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Tokens `first` to `end - 1` of a request: blocks by layer, for keys (0) and values (1)."""
+
+    first: int
+    end: int
+    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
 
 
 class KVTiers:
@@ -64,7 +73,7 @@ class KVTiers:
 
     @property
     def slots(self) -> int:
-        """Of all tiers together."""
+        """Slots of all tiers together."""
         return sum(self.counts)
 
     def place(self, count: int) -> Block | None:
@@ -130,7 +139,7 @@ class KVTiers:
         return bool(free)
 
     def _victim(self, idle: dict[Block, None]) -> Block:
-        """Of a block with several pages, the first one that its prompts need decides."""
+        """The block to evict; in one with several pages, the first one that its prompts need decides."""
         oldest: dict[Hashable, Block] = {block.keys[0]: block for block in islice(idle, SAMPLE)}
         some = self._draws.sample(list(idle), min(SAMPLE, len(idle)))
         others: dict[Hashable, Block] = {block.keys[0]: block for block in some}
@@ -166,7 +175,7 @@ _CLEAR = 0.5
 
 @dataclass
 class _Life:
-    """What is known of one prefix, in the cache or not."""
+    """The history of one prefix, in the cache or not."""
 
     parent: Hashable | None
     last: int
@@ -180,7 +189,7 @@ class _Life:
 
 @dataclass
 class _Table:
-    """Of one class: uses by age, and the index by age."""
+    """Table of one class: uses by age, and the index by age."""
 
     uses: list[float] = field(default_factory=lambda: [0.0] * _AGES)
     index: list[float] = field(default_factory=lambda: [math.inf] * _AGES)
@@ -228,9 +237,9 @@ class PredictedUse:
         self._count(key, False)
 
     def first(self, candidates: Mapping[Hashable, object], some: Sequence[Hashable]) -> Hashable:
-        """Of prefixes in the cache, the least recently used first, the one to evict. It looks at the least recently
-        used ones and at `some` others: one of these goes first only if its index is far lower, since indexes are
-        estimates.
+        """The prefix to evict of those in the cache, which come least recently used first. It looks at the least
+        recently used ones and at `some` others: one of these goes first only if its index is far lower, since indexes
+        are estimates.
         """
         sample = [*islice(candidates, SAMPLE), *some]
         leaves = [key for key in sample if key not in self._lives or not self._lives[key].kept]
@@ -280,7 +289,7 @@ def _width(age: int) -> float:
 
 
 def _indexes(uses: Sequence[float], waiting: Sequence[int]) -> list[float]:
-    """Index of each age, of a class with so many uses at each age and members that still wait."""
+    """Index of each age, of a class with these uses at each age and members that still wait."""
     reached, hazards = 0.0, [0.0] * _AGES
     for age in reversed(range(_AGES)):
         reached += uses[age] + waiting[age]

@@ -30,7 +30,7 @@ from hyper_parallel.units import format_bytes, parse_bytes
 
 @dataclass(frozen=True)
 class TieredCacheReport:
-    """What a TieredCache did."""
+    """The bytes that a TieredCache holds and has moved."""
 
     device: int
     """The most bytes that it held on the device, with what attention was given."""
@@ -176,7 +176,7 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
         self._change_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch becomes so many."""
+        """Repeat each row of the batch."""
         rows = max((one.rows for one in self._own()), default=0)
         self._change_rows(torch.arange(rows).repeat_interleave(repeats))
 
@@ -249,14 +249,14 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
             )
 
     def _sizes(self, rows: int) -> list[LayerSize]:
-        """Of all layers; those that were never updated are taken to be like the largest that was."""
+        """Sizes of all layers; those that were never updated are taken to be like the largest that was."""
         own = self._own()
         known = [one.token_bytes(rows) for one in own]
         most = max(count for count in known if count is not None)
         return [one.size(most if count is None else count) for one, count in zip(own, known, strict=True)]
 
     def _fit(self, tokens: int, new: int, rows: int) -> None:
-        """Plan for so many tokens and rows, and move what does not fit any more."""
+        """Plan for `tokens` and `rows`, and move what no longer fits."""
         assert self.budget is not None
         own = self._own()
         sizes = self._sizes(rows)

@@ -22,7 +22,7 @@ from hyper_parallel.inference.tiered_cache.transfers import Block, Transfers
 
 
 class RowOrders:
-    """Which row of a block is which row of the batch now, by the epoch in which it was written; None: the same."""
+    """The row of the batch that each row of a block is now, by the epoch in which it was written; None: the same."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -80,7 +80,7 @@ class _Kind:
 
 
 class _Tiered:
-    """What full and sliding layers have in common; `_window`: tokens that attention reads before the newest ones."""
+    """Base of full and sliding layers; `_window`: tokens that attention reads before the newest ones."""
 
     is_croppable = True
     is_compileable = False
@@ -110,7 +110,7 @@ class _Tiered:
 
     @property
     def keys(self) -> Tensor | None:
-        """Of a resident layer. Raises UnsupportedModelError for a streamed one, whose keys are in no tensor."""
+        """Keys of a resident layer. Raises UnsupportedModelError for a streamed one, whose keys are in no tensor."""
         return self._whole(self._keys)
 
     @keys.setter
@@ -141,7 +141,7 @@ class _Tiered:
         return found
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and first position of what `update` returns for so many new tokens."""
+        """Length and first position of what `update` returns for this number of new tokens."""
         if not self._streamed:
             found: tuple[int, int] = super().get_mask_sizes(query_length)  # type: ignore[misc]
             return found
@@ -165,7 +165,7 @@ class _Tiered:
             )
 
     def token_bytes(self, rows: int) -> int | None:
-        """Of one token of a batch of so many rows; None before the first."""
+        """Bytes of one token of a batch of `rows` rows; None before the first."""
         return None if self._kind is None else rows * (self._kind.bytes(0) + self._kind.bytes(1))
 
     def size(self, token: int) -> LayerSize:
@@ -294,7 +294,7 @@ class _Tiered:
         return self._streamed
 
     def spill(self, block: int) -> None:
-        """Move to the tiers, in blocks of so many tokens."""
+        """Move to the tiers, in blocks of this number of tokens."""
         length = self.get_seq_length()
         keys, values = self._keys, self._values
         self._streamed, self._block = True, block

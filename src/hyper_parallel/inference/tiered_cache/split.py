@@ -51,7 +51,7 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class Split:
-    """Which layers are streamed, and bytes of their blocks that may be under way at one time."""
+    """The layers that are streamed, and bytes of their blocks that may be under way at one time."""
 
     streamed: frozenset[int]
     window: int
@@ -133,7 +133,7 @@ def _all_streamed(
 
 
 def _chosen_from(sizes: Sequence[LayerSize], block: int) -> int:
-    """The budget from which on blocks have so many tokens."""
+    """The least budget for blocks of this number of tokens."""
     return block * max(one.token for one in sizes) * (len(sizes) + 1) * _TAILS
 
 

@@ -135,7 +135,7 @@ class Transfers:
     # Accounts.
 
     def hold(self, count: int) -> None:
-        """So many bytes more, or fewer, are held."""
+        """Count bytes that are held from now on, or given back."""
         self.held += count
 
     def give(self, tensors: Sequence[Tensor]) -> None:
@@ -157,7 +157,7 @@ class Transfers:
             )
 
     def peaked(self, more: int) -> None:
-        """So many bytes are held for a moment."""
+        """Count bytes that are held for a moment."""
         self.peak = max(self.peak, self.held + more)
 
     # Writing.
@@ -259,7 +259,7 @@ class Transfers:
         return list(itertools.takewhile(alike, blocks[: max(most, 1)]))
 
     def _buffer(self, size: int, device: torch.device) -> Tensor:
-        """Of `size` bytes, for which the window has room beside what is under way."""
+        """A buffer of `size` bytes, for which the window has room beside what is under way."""
         place = next((place for place, one in enumerate(self._idle) if one.numel() == size), None)
         if place is not None:
             self.hold(-size)
@@ -272,7 +272,7 @@ class Transfers:
         return sum(one.numel() for one in self._idle)
 
     def _let_go(self, most: int) -> None:
-        """Of idle buffers, but for `most` bytes."""
+        """Let idle buffers go, but for `most` bytes."""
         while self._idle and self._idle_bytes > most:
             self.hold(-self._idle.pop().numel())
 

@@ -43,7 +43,7 @@ class Experts(Protocol):
 
 
 class AwayWeight(Tensor):
-    """Stands for a weight of `module`, of which `rows` can be looked up, or which is stack `number` of `experts`."""
+    """Stands for a weight of `module` whose `rows` can be looked up, or which is stack `number` of `experts`."""
 
     module: str
     home: torch.device

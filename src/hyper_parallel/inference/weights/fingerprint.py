@@ -58,7 +58,7 @@ class Fingerprint:
 
 _HOOK = re.compile(r".*\._forward(?:_pre)?_hooks\[\d+\]")
 _COUNT = re.compile(r".*\._forward(?:_pre)?_hooks")
-"""How many hooks a module has; each has entries of its own."""
+"""How many hooks a module has; each has its own entries."""
 
 
 def _of_users(entries: Mapping[str, Any]) -> dict[str, Any]:

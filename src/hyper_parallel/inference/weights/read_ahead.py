@@ -143,7 +143,7 @@ class ReadAhead:
         return _Loaded(region, self._tiers.begin_read(unit, self.memory[region.first : region.end]))
 
     def _room_for(self, unit: Unit) -> Run:
-        """Room for a module that was not foreseen, in place of what was read for later."""
+        """Free a buffer for a module that was not predicted, in place of one that was read for later."""
         while (region := self._buffer.take(unit.bytes)) is None:
             idle = next((other for other in reversed(self._loaded) if not self._loaded[other].uses), None)
             if idle is None:

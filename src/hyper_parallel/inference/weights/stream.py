@@ -2,7 +2,7 @@
 
 Modules that are not resident have a hook before and a hook behind their forward pass. Between the two their weights are
 views of the buffer of `read_ahead`; else they are `AwayWeight`s. Experts are taken one by one, as their module's code
-takes them (`streamed_experts`). A table of which rows are looked up is never read whole for that.
+takes them (`streamed_experts`). A table whose rows are looked up is never read whole for that.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class WeightStream:
 
     @property
     def sizes(self) -> tuple[Module, ...]:
-        """Of the units, for the plan."""
+        """The units with their sizes, for the plan."""
         return tuple(
             unit.size if unit.expert is None else replace(unit.size, chance=self._experts[unit.module].chance)
             for unit in self.units
@@ -119,7 +119,8 @@ class WeightStream:
         return [*self._present(), *self._resident.values(), self._reader.memory]
 
     def known(self) -> list[Tensor]:
-        """What operators see besides what a pass computes: `tensors()`, and memory of tiers that is read in place."""
+        """Tensors that operators see besides those that a pass computes: `tensors()`, and memory of tiers that is read
+        in place."""
         return [*self.tensors(), *self.tiers.memory()]
 
     def constant(self) -> frozenset[int]:
@@ -151,7 +152,7 @@ class WeightStream:
         return [local_of(x) for x in (*self._model.parameters(), *self._model.buffers()) if not x.is_meta]
 
     def _away_weight(self, unit: Unit, number: int, part: Part, owner: nn.Module) -> AwayWeight:
-        """What stands in a module for a weight."""
+        """The stand-in for a weight in a module."""
         shape = part.shape if unit.expert is None else (unit.experts, *part.shape)
         rows = partial(self.tiers.rows, unit) if owner in unit.tables else None
         found = AwayWeight.of(shape, part.dtype, self.device, unit.name, rows)
@@ -170,7 +171,7 @@ class WeightStream:
             self._set_away(unit, also_tables=False)
 
     def _give_back(self, units: Sequence[Unit]) -> None:
-        """Give the model's own parameters of a module their values again, each in memory of its own."""
+        """Give the model's own parameters of a module their values again, each in its own memory."""
         values: dict[int, Tensor] = {}
         for unit in units:
             self._resident.pop(unit, None)

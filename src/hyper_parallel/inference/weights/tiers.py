@@ -1,7 +1,7 @@
 """Weights in tiers: written once, from a model in memory or a folder, and read in every pass.
 
 Modules are spread over the tiers in proportion to what each holds, so that all links are busy at once. A table is cut
-into slots of whole rows, of which single ones are read.
+into slots of whole rows, which are read one by one.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class WeightTiers:
             return tier.in_place(slot.number)
 
     def memory(self) -> list[Tensor]:
-        """What operators may be given of tiers' own memory: tensors that share storages with it."""
+        """Memory of tiers that operators may be given: tensors that share storages with it."""
         units = {slots[0].tier: unit for unit, slots in self._slots.items() if unit.expert is not None}
         return [self.in_place(unit) for unit in units.values() if self.in_memory(unit)]
 
@@ -298,18 +298,18 @@ class FolderSource:
     def rest(self, units: list[Unit], device: torch.device) -> None:
         """As `WeightSource`."""
         away = {part.name for unit in units for part in unit.parts}
-        made: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for name, parameter in self._model.named_parameters():
             if name not in away:
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                 _read(self._found[name], 0, len(value) if value.dim() else 0, value)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=False)
+                parameters[id(parameter)] = nn.Parameter(value, requires_grad=False)
         buffers = {name for name, _ in self._model.named_buffers()}
         drawn = dict(initial_values(self._model, 0, buffers - self._found.keys()))
         for path, module in self._model.named_modules():
             for own, old in module._parameters.items():
-                if old is not None and id(old) in made:
-                    module._parameters[own] = made[id(old)]
+                if old is not None and id(old) in parameters:
+                    module._parameters[own] = parameters[id(old)]
             for own, buffer in module._buffers.items():
                 if buffer is not None:
                     name = f"{path}.{own}" if path else own

@@ -2,7 +2,7 @@
 
 A decoder layer is one module, or, if it has more than `SPLIT` bytes, its parts are: attention, MLP, single projections.
 Where a layer has experts whose weights are stacked, [E, ...], each expert is one, and the layer is divided around them.
-Outside of the layers each module with weights of its own is one: embedding, head. Modules of a few bytes (norms), and
+Outside of the layers each module with its own weights is one: embedding, head. Modules of a few bytes (norms), and
 weights that several modules share, always are on the device; a head that shares its table with the embedding is
 streamed, and the embedding's rows are gathered.
 """
@@ -25,7 +25,7 @@ from hyper_parallel.units import round_up
 SPLIT = 16 << 20
 """Bytes above which a module is streamed in parts: a few milliseconds of reading from a fast disk."""
 ALIGN = 64
-"""Bytes at a multiple of which a weight begins."""
+"""Alignment of weights, in bytes."""
 _SMALL = 0.02
 """Of a layer's bytes: modules with less are not streamed."""
 

@@ -1,7 +1,7 @@
 """LlamaFactory: the names that it imports when a run says `use_hyper_parallel: true`.
 
-`arguments` and `strategy` say what the user's fields mean; `trainer` is for the release 0.9.5. The main branch has a
-trainer of its own, which calls `prepare_model`, `saving`, `context_parallel` and `expert_parallel`. Each name is
+`arguments` and `strategy` say what the user's fields mean; `trainer` is for the release 0.9.5. The main branch has its
+own trainer, which calls `prepare_model`, `saving`, `context_parallel` and `expert_parallel`. Each name is
 imported when it is first used, and LlamaFactory itself with the trainer only.
 """
 

@@ -29,7 +29,7 @@ _SAID_BY_A_FILE = (
     "reshard_after_forward",
     "memory",
 )
-"""What a strategy of its own says, so that it cannot stand beside one."""
+"""Fields that a separate strategy says, so that they cannot stand beside one."""
 _MEMORY = ("device", "host", "pool", "flash")
 
 
@@ -85,9 +85,9 @@ class HyperParallelArguments:
             if name not in known:
                 hint = nearest(str(name), known) or f"; the fields are {', '.join(known)}"
                 raise IntegrationError(f"{source}: unknown field {str(name)!r}{hint}")
-        made = cls(**given)
-        made.validate(source)
-        return made
+        arguments = cls(**given)
+        arguments.validate(source)
+        return arguments
 
     @classmethod
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
@@ -211,7 +211,7 @@ class HyperParallelArguments:
 def strategy_from_arguments(
     arguments: HyperParallelArguments, world: int, *, checkpoints: bool = False
 ) -> Given:
-    """What to give `integration.parallel_run.strategy_of`: the user's own strategy, or one made of the fields.
+    """The argument of `integration.parallel_run.strategy_of`: the user's own strategy, or one made of the fields.
 
     `checkpoints`: LlamaFactory's own gradient checkpointing is on, which holds where nothing here says otherwise.
     Raises IntegrationError for fields that are wrong, or that do not fit `world` workers.

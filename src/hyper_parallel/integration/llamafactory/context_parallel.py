@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hyper_parallel.compat.process_groups import gather_objects
 from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.batch_rows import rows_of
 from hyper_parallel.platform import get_platform
@@ -33,12 +34,12 @@ _whole: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def get_cp_rank(hp_args: Any) -> int:
-    """Which of a row's parts this rank computes: ranks that share rows are neighbours."""
+    """The index of the part of a row that this rank computes: ranks that share rows are neighbours."""
     return get_platform().get_rank() % int(hp_args.cp_size)
 
 
 def get_dp_rank(hp_args: Any) -> int:
-    """Which share of the batch this rank computes."""
+    """The index of the share of the batch that this rank computes."""
     return get_platform().get_rank() // int(hp_args.cp_size)
 
 
@@ -61,8 +62,8 @@ def _groups(size: int) -> tuple[dist.ProcessGroup, ...]:
         raise IntegrationError(
             f"cp_size {size} does not divide the number of workers, {world}; start a multiple of {size} workers"
         )
-    made = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return tuple(made)
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return tuple(groups)
 
 
 def cp_prepare_model(model: nn.Module, accelerator: Any, hp_args: Any) -> nn.Module:
@@ -116,7 +117,7 @@ def _part(x: Tensor, dim: int, part: int, index: int, parts: int) -> Tensor:
 
 
 class LossAlone(dict[str, Tensor]):
-    """What a model returns whose loss is computed in parts: `loss`, and nothing else that could be asked for."""
+    """The output of a model whose loss is computed in parts: `loss`, and nothing else that could be asked for."""
 
     @property
     def loss(self) -> Tensor:
@@ -201,8 +202,7 @@ def _call_in_turns(call: Callable[..., Any], handle: ShardedModel, given: dict[s
     axis = handle.axes["context"]
     mine, group = axis.index(handle.rank), _groups(axis.size)[handle.rank // axis.size]
     device = next(x.device for x in given.values() if isinstance(x, Tensor))
-    every: list[Any] = [None] * axis.size
-    dist.all_gather_object(every, _moved(given, torch.device("cpu")), group=group)
+    every = gather_objects(_moved(given, torch.device("cpu")), group)
     kept = None
     for index, theirs in enumerate(every):
         output = _call_with_rows(call, handle, _moved(theirs, device))

@@ -68,7 +68,7 @@ class HSDPModule:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; the gradient of the mean over ranks goes back through it."""
+        """The model's output; the gradient of the mean over ranks goes back through it."""
         assert isinstance(self, nn.Module)
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]
         root = root_of(self)
@@ -196,7 +196,7 @@ def localised(optimizer: Any) -> ShardedModel:
 
 
 def _handle_of(parameters: list[Tensor]) -> ShardedModel:
-    """That of the prepared model which has the first of the parameters."""
+    """The handle of the prepared model that has the first of the parameters."""
     for model, spread in _spreads.items():
         if any(parameter is parameters[0] for parameter in model.parameters()):
             return spread.handle
@@ -230,16 +230,16 @@ def _of_others(own: Callable[[Iterable[Any]], bool]) -> Callable[[Iterable[Any]]
     """`own`, which does not hold for gradients of prepared models."""
 
     def has_mixed_dtensor(gradients: Iterable[Any]) -> bool:
-        asked = list(gradients)
+        targets = list(gradients)
         prepared = {id(p.grad) for model in _spreads for p in model.parameters() if p.grad is not None}
-        return not any(id(gradient) in prepared for gradient in asked) and own(asked)
+        return not any(id(gradient) in prepared for gradient in targets) and own(targets)
 
     has_mixed_dtensor._hyper_parallel = True  # type: ignore[attr-defined]
     return has_mixed_dtensor
 
 
 def _averaged(output: Any, ranks: int) -> Any:
-    """What the model returned, with gradients divided by the number of ranks on their way back into the model."""
+    """The model's output, with gradients divided by the number of ranks on their way back into the model."""
     if ranks == 1 or not torch.is_grad_enabled():
         return output
     if isinstance(output, LossAlone):
@@ -265,7 +265,7 @@ class _Averaged(torch.autograd.Function):
 
 
 def _draw(model: nn.Module, handle: ShardedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
-    """Random numbers of this call: its number, and rows by which those of other data ranks are told apart."""
+    """Random numbers of this call: its number, and rows that distinguish it from those of other data ranks."""
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()), None)
     rows = first.size(0) if first is not None else 1
     calls = model.__dict__.setdefault("_hyper_parallel_calls", 0)

@@ -49,7 +49,7 @@ class HyperParallelSFTTrainer(SpreadTrainer, _PlainLoss):
                 "activation_offloading is not taken over; leave it out, and give the strategy a budget: "
                 "memory: {device: …, host: …}"
             )
-        # TRL 1.x puts a head of its own around the model's forward, which would hide what spreads it.
+        # TRL 1.x puts its own head around the model's forward, which would hide what spreads it.
         without_adapters(model).__dict__.pop("forward", None)
         if getattr(self.args, "loss_type", "nll") == "dft" and self.compute_loss_func is None:
             self.compute_loss_func = dft_loss
@@ -66,8 +66,8 @@ class HyperParallelSFTTrainer(SpreadTrainer, _PlainLoss):
             read = (
                 (mask != 0).sum() if isinstance(mask, Tensor) else torch.tensor(inputs["input_ids"].numel())
             )
-            told = self._spread_model.sum_of_data(read.to(self.args.device))
-            self._total_train_tokens += int(told)
+            total = self._spread_model.sum_of_data(read.to(self.args.device))
+            self._total_train_tokens += int(total)
         self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
 
 

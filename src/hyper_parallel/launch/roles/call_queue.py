@@ -71,11 +71,11 @@ def sent_lists(name: str, size: int, lists: Sequence[Sequence[Instruction]]) -> 
         raise LaunchError(
             f"group {name!r} has {size} workers, and {len(lists)} lists of instructions were given; give one for each"
         )
-    made: dict[int, bytes] = {}  # ranks that get the same list share its bytes
+    packed_lists: dict[int, bytes] = {}  # ranks that get the same list share its bytes
     for given in lists:
-        if id(given) not in made:
-            made[id(given)] = plain([(one.operation, dict(one.arguments)) for one in given])
-    return [made[id(given)] for given in lists]
+        if id(given) not in packed_lists:
+            packed_lists[id(given)] = plain([(one.operation, dict(one.arguments)) for one in given])
+    return [packed_lists[id(given)] for given in lists]
 
 
 class CallQueue:

@@ -208,7 +208,7 @@ class Group(ABC):
 
     @abstractmethod
     def _situation(self, rank: int) -> str:
-        """What else is known of a rank that does not answer; may be empty."""
+        """Other facts about a rank that does not answer; may be empty."""
 
     def _turn(self) -> None:
         """End the call whose time has come, and send the next one."""

@@ -79,7 +79,7 @@ class Future:
 
 
 def wait_any(futures: Iterable[Future], timeout_s: float | None = None) -> list[Future]:
-    """Those of `futures` that are done, as soon as one is, and after `timeout_s` seconds at the latest (None: after the
+    """The `futures` that are done, as soon as one is, and after `timeout_s` seconds at the latest (None: after the
     latest deadline). They keep their order; the list is empty if none is done.
     """
     waited = list(futures)
@@ -117,7 +117,7 @@ class WorkerReport:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> WorkerReport:
-        """Of an exception that was just caught."""
+        """The report of an exception that was just caught."""
         return cls(failure=Failure.of(rank, error), error_class=error_class(error))
 
 

@@ -38,7 +38,7 @@ def load_ray() -> Any:
 
 
 def authenticate(address: str | None) -> None:
-    """Keep authentication by token on, which Ray reads when it is imported. With a cluster of its own this process
+    """Keep authentication by token on, which Ray reads when it is imported. With its own cluster this process
     makes a token, if the user has none: otherwise Ray writes one into the home folder.
     """
     mode = os.environ.setdefault(AUTH_MODE, "token")

@@ -64,38 +64,40 @@ class RayGroup(Group):
         return [pid for _, _, pid in actors.processes] if actors is not None else []
 
     def _begin(self, timeout_s: float) -> Future:
-        made = _Actors(self._engine.actors_of(self))
+        actors = _Actors(self._engine.actors_of(self))
         with self._engine.noticed():
-            self._workers = made
+            self._workers = actors
             self.ready = self._queue.begin(timeout_s)
-        for rank, actor in enumerate(made.actors):
+        for rank, actor in enumerate(actors.actors):
             watch = actor.watch.options(concurrency_group="watch").remote()
-            self._engine.follow(self, made, rank, "watch", watch)
+            self._engine.follow(self, actors, rank, "watch", watch)
         threading.Thread(
-            target=self._assemble, args=(made, timeout_s), name=f"start {self.name}", daemon=True
+            target=self._assemble, args=(actors, timeout_s), name=f"start {self.name}", daemon=True
         ).start()
         return self.ready
 
-    def _assemble(self, made: _Actors, timeout_s: float) -> None:
-        """The workers meet. On a thread of its own, since it waits for Ray."""
+    def _assemble(self, actors: _Actors, timeout_s: float) -> None:
+        """Wait until the workers have met. On a separate thread, since it waits for Ray."""
         engine = self._engine
         try:
-            processes = engine.ray.get([one.process.remote() for one in made.actors], timeout=timeout_s)
-            made.processes = processes
+            processes = engine.ray.get([one.process.remote() for one in actors.actors], timeout=timeout_s)
+            actors.processes = processes
             addresses = [address for _, address, _ in processes]
             host = "127.0.0.1" if len(set(addresses)) == 1 else addresses[0]
             port = (
-                engine.ray.get(made.actors[0].listen.remote(host), timeout=timeout_s) if self.size > 1 else 0
+                engine.ray.get(actors.actors[0].listen.remote(host), timeout=timeout_s)
+                if self.size > 1
+                else 0
             )
             config = _with_token(self.config, len(set(addresses)) > 1)
             text = config.model_dump_json(context={"secrets": True})
             isolated = any(name != "CPU" for name in self.needs)
-            for rank, actor in enumerate(made.actors):
+            for rank, actor in enumerate(actors.actors):
                 place = _place(rank, addresses, host, port, isolated)
                 begun = actor.begin.remote(place, text, str(self.log(rank)))
-                engine.follow(self, made, rank, "message", begun)
+                engine.follow(self, actors, rank, "message", begun)
         except Exception as error:  # a deadline of `ready` says so too, if it comes first
-            engine.arrive(self, made, 0, "watch", error)
+            engine.arrive(self, actors, 0, "watch", error)
 
     def _end(self, why: str) -> None:
         with self._engine.noticed():
@@ -104,14 +106,14 @@ class RayGroup(Group):
             self._workers = None
 
     def _kill_workers(self) -> None:
-        made, ray = self._workers, self._engine.ray
-        if made is None:
+        actors, ray = self._workers, self._engine.ray
+        if actors is None:
             return
         own = ray.get_runtime_context().get_node_id()
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        for rank, actor in enumerate(made.actors):
-            if rank in made.running and made.processes:
-                node, _, pid = made.processes[rank]
+        for rank, actor in enumerate(actors.actors):
+            if rank in actors.running and actors.processes:
+                node, _, pid = actors.processes[rank]
                 if node == own:
                     kill_process(pid)
                 else:
@@ -119,7 +121,7 @@ class RayGroup(Group):
                     killer.options(scheduling_strategy=affinity(node, soft=False)).remote(pid)
             with contextlib.suppress(Exception):  # it has ended
                 ray.kill(actor, no_restart=True)
-        made.running.clear()
+        actors.running.clear()
 
     def _send(self, call: Call) -> None:
         assert self._workers is not None
@@ -139,25 +141,25 @@ class RayGroup(Group):
 
     def _turn(self) -> None:
         super()._turn()
-        made, now = self._workers, time.monotonic()
-        if made is None or not self._queue.busy or now < made.probe_at:
+        actors, now = self._workers, time.monotonic()
+        if actors is None or not self._queue.busy or now < actors.probe_at:
             return
-        made.probe_at = now + PROBE_S
-        for rank in sorted(made.running - made.asked.keys()):
-            made.asked[rank] = now
-            reference = made.actors[rank].position.options(concurrency_group="position").remote()
-            self._engine.follow(self, made, rank, "position", reference)
+        actors.probe_at = now + PROBE_S
+        for rank in sorted(actors.running - actors.asked.keys()):
+            actors.asked[rank] = now
+            reference = actors.actors[rank].position.options(concurrency_group="position").remote()
+            self._engine.follow(self, actors, rank, "position", reference)
 
-    def hear(self, made: _Actors, rank: int, kind: str, value: Any) -> None:
+    def hear(self, actors: _Actors, rank: int, kind: str, value: Any) -> None:
         """Take in what a reference became. The caller has the engine's lock."""
-        if made is not self._workers:
+        if actors is not self._workers:
             return  # of workers before a restart
         if kind == "position":
-            made.asked.pop(rank, None)
+            actors.asked.pop(rank, None)
         if not isinstance(value, BaseException):
             self._queue.heard(rank, value)
         elif kind != "position":
-            made.running.discard(rank)
+            actors.running.discard(rank)
             self._queue.ended(rank, _failure(self._engine.ray, rank, value))
 
 
@@ -240,18 +242,18 @@ class RayEngine(Engine):
             for rank in range(group.size)
         ]
 
-    def follow(self, group: RayGroup, made: _Actors, rank: int, kind: str, reference: Any) -> None:
+    def follow(self, group: RayGroup, actors: _Actors, rank: int, kind: str, reference: Any) -> None:
         """Have the engine's thread told when a reference has its value, or has failed."""
 
         def arrived(future: Any) -> None:
             error = future.exception()
-            self.arrive(group, made, rank, kind, error if error is not None else future.result())
+            self.arrive(group, actors, rank, kind, error if error is not None else future.result())
 
         reference.future().add_done_callback(arrived)
 
-    def arrive(self, group: RayGroup, made: _Actors, rank: int, kind: str, value: Any) -> None:
+    def arrive(self, group: RayGroup, actors: _Actors, rank: int, kind: str, value: Any) -> None:
         """Tell the engine's thread what a reference became."""
-        self._arrived.put((group, made, rank, kind, value))
+        self._arrived.put((group, actors, rank, kind, value))
 
     # The engine's thread.
 
@@ -266,8 +268,8 @@ class RayEngine(Engine):
 
     def _hear(self, arrived: _Arrived | None) -> None:
         while arrived is not None:
-            group, made, rank, kind, value = arrived
-            group.hear(made, rank, kind, value)
+            group, actors, rank, kind, value = arrived
+            group.hear(actors, rank, kind, value)
             arrived = None if self._arrived.empty() else self._arrived.get()
 
 
@@ -337,7 +339,7 @@ def _with_token(config: RoleLaunch, several: bool) -> RoleLaunch:
 
 def _failure(ray: Any, rank: int, error: BaseException) -> Failure:
     if isinstance(error, ray.exceptions.RayActorError):
-        said = one_line(str(error).partition("\n")[0])
-        return Failure(rank, "died", f"ended ({type(error).__name__}: {said})", time.monotonic())
+        reason = one_line(str(error).partition("\n")[0])
+        return Failure(rank, "died", f"ended ({type(error).__name__}: {reason})", time.monotonic())
     text = f"{type(error).__name__}: {one_line(str(error))}"
     return Failure(rank, "crash", text, time.monotonic())

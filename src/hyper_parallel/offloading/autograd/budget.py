@@ -62,7 +62,8 @@ class ResidentMemory:
         self._results = [weakref.ref(tensor.untyped_storage()) for tensor in results]
 
     def bytes(self, inputs: Sequence[Tensor], device: torch.device) -> dict[str, int]:
-        """Of each of `KINDS`, as a call with these inputs begins; no byte twice, nor any of the model's own state."""
+        """Bytes of each of `KINDS`, as a call with these inputs begins; no byte twice, nor any of the model's own
+        state."""
         model = self._model()
         assert model is not None, "it is being called"
         self._look(model)
@@ -110,19 +111,19 @@ class ResidentMemory:
 
 def with_resident_inputs(step: StepGraph, held: Mapping[str, int]) -> StepGraph:
     """A copy of the step with an unused input for each name of `held`, of that many bytes, alive all the time."""
-    made = step.copy()
-    last = made.placeholders[-1]
+    copy = step.copy()
+    last = copy.placeholders[-1]
     for name, count in held.items():
         if not count:
             continue
-        with made.graph.inserting_after(last):
-            last = made.graph.placeholder(f"in_{len(made.inputs)}")
-        device = made.storages[0].device
-        made.inputs.append(Input(name, KINDS[name]))
-        value = Value((count,), (1,), torch.uint8, device, len(made.storages))
-        made.storages.append(Storage(value.storage, count, device, name))
+        with copy.graph.inserting_after(last):
+            last = copy.graph.placeholder(f"in_{len(copy.inputs)}")
+        device = copy.storages[0].device
+        copy.inputs.append(Input(name, KINDS[name]))
+        value = Value((count,), (1,), torch.uint8, device, len(copy.storages))
+        copy.storages.append(Storage(value.storage, count, device, name))
         last.meta.update(value=value, region=Region("", None, "forward"), module="", recomputed=False)
-    return made
+    return copy
 
 
 def _new(tensors: Iterable[Tensor], counted: set[int], device: torch.device) -> int:

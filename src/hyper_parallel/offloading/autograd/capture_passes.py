@@ -90,7 +90,7 @@ class Passes:
     """The Python state under which the passes were captured (`state_snapshot.Snapshot.entries`)."""
 
     def result(self, tensors: Sequence[Tensor], state: Snapshot) -> Any:
-        """What the model returns, of these outputs; its side effects on Python state are done."""
+        """The model's result from these outputs; its side effects on Python state are done."""
         left = iter(tensors)
         found = unflatten([next(left) if leaf is _TENSOR else leaf for leaf in self.leaves], self.shape)
         for effect in self.effects:
@@ -137,7 +137,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class PassSettings:
-    """What a model's passes are captured for."""
+    """Settings that a model's passes are captured for."""
 
     through: Sequence[str] | None = None
     """The fields of the result that receive gradients; None to decide from the result."""
@@ -152,13 +152,13 @@ def capture_passes(call: ModelCall, settings: PassSettings) -> Passes:
 
     Guards are evaluated on the call's tensors. Raises CaptureError where the passes cannot be captured.
     """
-    made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+    tensors: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
     try:
-        passes = _capture_passes(call, settings, made)
+        passes = _capture_passes(call, settings, tensors)
     except BaseException:
         call.state.clear_caches()
         raise
-    check_released(made, call.state)
+    check_released(tensors, call.state)
     return passes
 
 
@@ -222,8 +222,8 @@ def _capture_passes(
 
 
 def _empty(like: Tensor) -> Tensor:
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return made.requires_grad_(like.requires_grad)
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return empty.requires_grad_(like.requires_grad)
 
 
 class _Body:
@@ -459,7 +459,7 @@ def late(step: StepGraph) -> frozenset[str]:
 
 
 def exact(step: StepGraph) -> frozenset[str]:
-    """Inputs of which the backward pass uses earlier contents: a copy that was made in the forward pass comes back, or
+    """Inputs whose earlier contents the backward pass uses: a copy that was made in the forward pass comes back, or
     what was computed from them is computed again."""
     found: set[int] = set()
     behind = False

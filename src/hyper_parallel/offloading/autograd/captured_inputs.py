@@ -70,7 +70,7 @@ class CallSignature:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors, as inputs of a step."""
+        """Names of the tensors, as inputs of a step."""
         return tuple(f"input.{number}" for number in range(len(self.tensors)))
 
     @property
@@ -104,7 +104,7 @@ class CallSignature:
         return [leaf for leaf in self.leaves if not is_plain(leaf)]
 
     def __str__(self) -> str:
-        """What is said of its shape."""
+        """Its shape in words."""
         return ", ".join(" × ".join(map(str, tensor.shape)) or "1" for tensor in self.tensors)
 
 
@@ -243,14 +243,14 @@ def check_written(step: StepGraph, state: Snapshot, call: CallSignature) -> None
             )
 
 
-def check_released(made: weakref.WeakValueDictionary[int, Tensor], state: Snapshot) -> None:
+def check_released(tensors: weakref.WeakValueDictionary[int, Tensor], state: Snapshot) -> None:
     """Raises CaptureError where somebody still holds a tensor of the capture, which has no values."""
     torch.clear_autocast_cache()
-    if not len(made):
+    if not len(tensors):
         return
     state.clear_caches()
     gc.collect()
-    remaining = list(made.values())
+    remaining = list(tensors.values())
     if not remaining:
         return
     # It comes after what it was computed from, which autograd keeps with it.

@@ -130,7 +130,7 @@ class Check:
     # The runs.
 
     def _own(self, tiers: Mapping[str, Tier], budget: int, closely: bool) -> dict[str, TensorDigest]:
-        """What comes of the model's own passes, paged."""
+        """The outcome of the model's own passes, paged."""
         model, call, passes = self._model, self._call, self._ready.passes
         state = state_tensors(model)
         shared = staying(state, call.tensors)
@@ -185,7 +185,7 @@ class Check:
         return found
 
     def _planned(self, closely: bool) -> dict[str, TensorDigest]:
-        """What comes of the plan."""
+        """The outcome of the plan."""
         self._seed()
         # Gradients are let go of before the random state, which takes memory of the host, is looked at.
         return self._run_planned(closely) | self._after(closely)
@@ -217,7 +217,7 @@ class Check:
         }
 
     def _after(self, closely: bool) -> dict[str, TensorDigest]:
-        """What both runs leave behind."""
+        """Digests of what both runs leave behind."""
         found = {
             f"the random state of {name}": digest_of(_tensor(state), closely)
             for name, state in self._states().items()
@@ -228,14 +228,14 @@ class Check:
         return found
 
     def _gradients(self, through: Sequence[Tensor]) -> list[Tensor]:
-        """Of results: 1 for a number; else drawn, of norm 1, the same for results of the same shape."""
+        """Gradients of results: 1 for a number; else drawn, of norm 1, the same for results of the same shape."""
         found = []
         for x in through:
-            made = torch.ones_like(x, memory_format=torch.contiguous_format)
+            gradient = torch.ones_like(x, memory_format=torch.contiguous_format)
             if x.dim():
                 drawn = torch.Generator(self._device).manual_seed(SEED)
-                made.bernoulli_(0.5, generator=drawn).mul_(2).sub_(1).div_(math.sqrt(max(x.numel(), 1)))
-            found.append(made.detach())
+                gradient.bernoulli_(0.5, generator=drawn).mul_(2).sub_(1).div_(math.sqrt(max(x.numel(), 1)))
+            found.append(gradient.detach())
         return found
 
     # What is as before when it is over.
@@ -315,7 +315,7 @@ def _named(name: str) -> str:
 
 
 def _generators(passes: Passes) -> dict[str, torch.Generator]:
-    """Those that the graph draws from beside the default ones."""
+    """Generators that the graph draws from beside the default ones."""
     found: dict[int, torch.Generator] = {}
     for node in passes.step.nodes:
         for leaf in leaves_of((node.args, node.kwargs)):
@@ -325,7 +325,7 @@ def _generators(passes: Passes) -> dict[str, torch.Generator]:
 
 
 def _bytes(tensors: Sequence[Tensor], device: torch.device) -> int:
-    """Of their storages on the device, each once."""
+    """Bytes of their storages on the device, each once."""
     found = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.device == device
     }

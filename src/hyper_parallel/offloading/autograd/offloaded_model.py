@@ -174,7 +174,7 @@ _WRAPPERS: dict[type[nn.Module], str] = {
 log = logging.getLogger(__name__)
 
 _planning: contextvars.ContextVar[bool] = contextvars.ContextVar("planning", default=False)
-"""Whether a model is being captured or checked: a model inside it has no plan of its own then."""
+"""Whether a model is being captured or checked: a model inside it has no plan then."""
 
 
 class Offloaded:
@@ -202,7 +202,7 @@ class Offloaded:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What each plan comes to, in a line."""
+        """The outcome of each plan, in a line."""
         return tuple(self._plans.notes)
 
     # This call runs its own graph, so torch.compile of an enclosing model leaves it out.
@@ -344,8 +344,8 @@ class Offloaded:
         )
 
 
-def _digest(made: tuple[Ready, CallSignature]) -> bytes:
-    return made[0].program
+def _digest(ready: tuple[Ready, CallSignature]) -> bytes:
+    return ready[0].program
 
 
 def _has_gradient(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -164,7 +164,7 @@ T = TypeVar("T")
 def agreed(
     handle: ShardedModel | None,
     make: Callable[[], T],
-    digest: Callable[[T], bytes] = lambda made: bytes(DIGEST),
+    digest: Callable[[T], bytes] = lambda result: bytes(DIGEST),
 ) -> T:
     """Return what `make` returns on this rank, once it has succeeded on every rank.
 
@@ -175,17 +175,17 @@ def agreed(
     """
     if handle is None or handle.mesh.world == 1:
         return make()
-    made, error, own = [], None, bytes(DIGEST)
+    result, error, own = [], None, bytes(DIGEST)
     try:
-        made.append(make())
-        own = digest(made[0])
+        result.append(make())
+        own = digest(result[0])
     # The other ranks learn of any error before it is raised here.
     except Exception as raised:
         error = raised
     floor = error.floor if isinstance(error, BudgetError) else None
     numbers = [int(error is not None), floor or 0, *own, *(-byte for byte in own)]
-    told = torch.tensor(numbers, dtype=torch.int64, device=handle.device)
-    failed, most, *digests = handle.all_reduce(told, handle.mesh.names, "max").tolist()
+    maxima = torch.tensor(numbers, dtype=torch.int64, device=handle.device)
+    failed, most, *digests = handle.all_reduce(maxima, handle.mesh.names, "max").tolist()
     if error is not None:
         if isinstance(error, BudgetError) and floor is not None and most > floor:
             raise BudgetError(
@@ -203,11 +203,11 @@ def agreed(
             "something else, on some workers than on others, so that their graphs would exchange different tensors; "
             "have every worker run the same code, or train it without hp.offload and lowering='traceable'"
         )
-    return made[0]
+    return result[0]
 
 
 def program_digest(step: StepGraph) -> bytes:
-    """What has to be the same on every rank: the collectives, in order, and what the step gives."""
+    """A digest of what has to be the same on every rank: the collectives, in order, and what the step gives."""
     text = hashlib.blake2b(digest_size=DIGEST)
     names = dict(zip(step.placeholders, (entry.name for entry in step.inputs), strict=True))
     returned: Any = step.output.args[0]

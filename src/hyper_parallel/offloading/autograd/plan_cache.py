@@ -237,7 +237,7 @@ class Plans:
         return Ready(passes, run, runtime, dict(held), late(step), number, found.load, budget, exact(step))
 
     def _bytes(self, step: StepGraph) -> int:
-        """What a step may hold."""
+        """Bytes that a step may hold."""
         if not isinstance(self._budget, Swap):
             return self._budget
         sizes, largest = balanced_sizes(step), largest_sizes(step, self.load)

@@ -200,7 +200,7 @@ class _Walk:
             self._class(value)
         elif isinstance(value, enum.Enum):
             entries[path] = Identity(value)
-        elif isinstance(value, int | float | complex | str | bytes):  # of a class of its own
+        elif isinstance(value, int | float | complex | str | bytes):  # of a subclass
             entries[path] = (Identity(type(value)), repr(value))
         elif isinstance(value, types.ModuleType):
             entries[path] = Identity(value)
@@ -282,7 +282,7 @@ class _Walk:
             self.snapshot.watch_items(value)
 
     def _attributes(self, value: Any, path: str, without: Set[str] = frozenset()) -> None:
-        """Those of an object that some code may read."""
+        """Visit the attributes of an object that some code may read."""
         everything = self.dynamic or isinstance(value, CONFIGS) or answers_itself(type(value))
         everything = everything or holds_tensors(value)
         held = getattr(value, "__dict__", None)

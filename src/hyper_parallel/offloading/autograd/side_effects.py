@@ -55,7 +55,7 @@ class _Attribute(Place):
 
 @dataclass(frozen=True)
 class Change:
-    """What a place had before, and what it has now."""
+    """The values of a place before and now."""
 
     place: Place
     before: Any
@@ -63,7 +63,7 @@ class Change:
 
 
 class Transaction:
-    """Python state as it was, of which changes are found and undone."""
+    """Python state as it was, to find changes and undo them."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -71,7 +71,7 @@ class Transaction:
         self._copies = [(path, value, _copy(value)) for path, value in snapshot.containers.items()]
 
     def changes(self) -> list[Change]:
-        """What differs now. Raises CaptureError for an object whose state changed and cannot be set."""
+        """The places that differ now. Raises CaptureError for an object whose state changed and cannot be set."""
         if _random_states() != self._random:
             raise CaptureError(
                 "the forward pass draws random numbers of Python's or NumPy's, which a graph of it would not draw "
@@ -146,7 +146,7 @@ def _compared(path: str, value: Any, copy: Any) -> Iterator[Change]:
 
 @dataclass(frozen=True)
 class Effect:
-    """What each call does to one place."""
+    """The effect of each call on one place."""
 
     place: Place
     mode: str

@@ -47,7 +47,7 @@ class Place:
                 return self.container.cell_contents
             if isinstance(self.key, Slot):
                 return getattr(self.container, self.key.name)
-            if isinstance(self.container, dict):  # whose class may answer by code of its own
+            if isinstance(self.container, dict):  # whose class may answer by its own code
                 return dict.__getitem__(self.container, self.key)
             return self.container[self.key]
         except (KeyError, IndexError, AttributeError, ValueError):
@@ -182,7 +182,7 @@ _LOOKUPS = {dict.__getitem__, collections.OrderedDict.__getitem__}
 
 
 def _looked_up(keys: Sequence[Any], container: dict[Any, Any]) -> list[Any]:
-    """Items of a dict whose class answers by code of its own."""
+    """Items of a dict whose class answers by its own code."""
     return [dict.__getitem__(container, key) for key in keys]
 
 
@@ -334,7 +334,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def answers_itself(owner: type) -> bool:
-    """Whether a class finds attributes by code of its own."""
+    """Whether a class finds attributes by its own code."""
     return any(
         name in vars(base)
         for base in owner.__mro__

@@ -56,7 +56,7 @@ class Ready:
 
     @functools.cached_property
     def program(self) -> bytes:
-        """What is the same on every rank (`program_digest`)."""
+        """The digest that is the same on every rank (`program_digest`)."""
         return program_digest(self.passes.step)
 
 
@@ -88,7 +88,7 @@ class Run:
         """Why there is no backward pass any more."""
 
     def forward(self) -> list[Tensor]:
-        """What the model gives, known to nobody's autograd.
+        """The model's results, outside of autograd.
 
         Raises TooUneven before there is memory for experts' rows that are more than planned for, on every rank.
         """
@@ -274,7 +274,7 @@ class TwoPasses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of each argument."""
+        """Gradients of each argument."""
         return (None, None, *ctx.run.backward(gradients))
 
 
@@ -312,7 +312,7 @@ class TensorDigest:
 
     @property
     def tolerance(self) -> float:
-        """What rounding explains."""
+        """The difference that rounding explains."""
         return max(TOLERANCE, 3 * torch.finfo(self.dtype).eps) if self.dtype.is_floating_point else 0.0
 
 
@@ -357,7 +357,7 @@ def _parts(x: Tensor, count: int) -> Iterator[Tensor]:
 
 
 def _signs(first: int, count: int) -> Iterator[Tensor]:
-    """Of the elements from `first` on, for each projection: 1 or −1, a hash of the element's place."""
+    """Signs of the elements from `first` on, for each projection: 1 or −1, a hash of the element's place."""
     place = torch.arange(first, first + count, dtype=torch.int64)
     for factor in _FACTORS:
         mixed = place * factor

@@ -30,7 +30,8 @@ SHARES = 4
 
 @dataclass(frozen=True)
 class Choices:
-    """What a planner may do to a step beside moving its memory. None of it changes a bit of what the step computes."""
+    """The rewrites of a step that a planner may make beside moving its memory. None of it changes a bit of what the
+    step computes."""
 
     recompute: bool = True
     """Compute storages again rather than keep or copy them."""
@@ -41,7 +42,7 @@ class Choices:
 
     @classmethod
     def of(cls, memory: Memory) -> Choices:
-        """Those that a strategy leaves open."""
+        """The choices that a strategy leaves open."""
         return cls(recompute=memory.recompute == "auto", update=memory.update)
 
     def dials(
@@ -52,8 +53,8 @@ class Choices:
         problem_of: Callable[[StepGraph], Problem],
         sizes: Mapping[Any, int],
     ) -> tuple[Dial, ...]:
-        """Those that the search may turn for a step. `problem_of`: a graph's memory; `sizes`: values of what the data
-        decide."""
+        """The dials that the search may turn for a step. `problem_of`: a graph's memory; `sizes`: values of what the
+        data decide."""
         found = []
         parts = in_parts(step, spaces) if self.update == "auto" else None
         if parts is not None:
@@ -76,8 +77,8 @@ class _Order:
         self._sizes, self._recompute = sizes, recompute
 
     def __call__(self, step: StepGraph, setting: int, refused: bool) -> StepGraph:
-        made = cluster_uses(step, self._sizes, backwards=setting == 2)
-        return narrow(made, self._sizes) if self._recompute else made
+        clustered = cluster_uses(step, self._sizes, backwards=setting == 2)
+        return narrow(clustered, self._sizes) if self._recompute else clustered
 
 
 class _Again:
@@ -97,7 +98,7 @@ class _Again:
 
 
 def changes(before: StepGraph, after: StepGraph, problem: Problem) -> tuple[str, ...]:
-    """What was chosen for a step, in words, one for each kind of choice. `problem`: the memory of `after`."""
+    """The choices for a step, in words, one for each kind of choice. `problem`: the memory of `after`."""
     found = []
     there = {node.name for node in before.nodes}
     repeated = [
@@ -106,8 +107,8 @@ def changes(before: StepGraph, after: StepGraph, problem: Problem) -> tuple[str,
         if node.meta["recomputed"] and node.name not in there
     ]
     if repeated:
-        made = {value.storage for _, node in repeated for value in values_of(node)}
-        again = [problem.by_storage[storage] for storage in made if storage >= len(before.storages)]
+        recomputed = {value.storage for _, node in repeated for value in values_of(node)}
+        again = [problem.by_storage[storage] for storage in recomputed if storage >= len(before.storages)]
         seconds = sum(problem.starts[at + 1] - problem.starts[at] for at, _ in repeated)
         found.append(
             f"{len(again)} storages ({format_bytes(sum(held.bytes for held in again))}) computed again in "
@@ -162,7 +163,7 @@ class Ladder:
 def ladder(
     step: StepGraph, problem: Problem, cluster: Cluster, sizes: Mapping[Any, int], *, must: bool = False
 ) -> Ladder:
-    """What may be computed again of a step whose memory is `problem`.
+    """The storages that may be computed again of a step whose memory is `problem`.
 
     `sizes`: values of sizes that the data decide. `must`: no plan of the step as it is meets the budget.
     """
@@ -195,7 +196,7 @@ def again(step: StepGraph, found: Ladder, share: float) -> StepGraph:
 
 
 def _over(problem: Problem) -> list[float]:
-    """Of each node: seconds, up to it, in which the step as it is holds more than its budget."""
+    """For each node: seconds, up to it, in which the step as it is holds more than its budget."""
     lasts = (after - before for before, after in pairwise(problem.starts))
     over = (
         last if live > problem.budget else 0.0 for last, live in zip(lasts, problem.profile(), strict=True)
@@ -218,8 +219,8 @@ def _narrower(step: StepGraph, nodes: list[fx.Node], problem: Problem, wanted: S
     bytes_of = {held.storage: held.bytes for held in problem.held}
     found = set()
     for node in nodes:
-        made = {value.storage for value in values_of(node)} - touched(node)
-        for storage in made & wanted:
+        fresh = {value.storage for value in values_of(node)} - touched(node)
+        for storage in fresh & wanted:
             found |= {
                 source
                 for source in touched(node) - wanted
@@ -229,7 +230,7 @@ def _narrower(step: StepGraph, nodes: list[fx.Node], problem: Problem, wanted: S
 
 
 def _seconds(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> dict[fx.Node, float]:
-    """Of each node that computes, alone on the device."""
+    """Seconds of each node that computes, alone on the device."""
     device = cluster.device
     assert device is not None, "the step was simulated on it"
     works: dict[Work, float] = {}

@@ -111,7 +111,7 @@ def _updates(
 
 
 def _beside_state(step: StepGraph, spaces: tuple[OffloadTier, ...]) -> tuple[OffloadTier, ...]:
-    """What is left of each space beside the state that lies there for good."""
+    """Bytes that are left of each space beside the state that lies there for good."""
     taken: Counter[str] = Counter()
     for node in step.nodes:
         if is_update(node):
@@ -163,7 +163,7 @@ def _held(step: StepGraph, lives: list[Lifetime]) -> tuple[Buffer, ...]:
 
 
 def _uses(nodes: list[fx.Node]) -> tuple[dict[int, list[tuple[int, int]]], dict[int, set[int]]]:
-    """Of each storage the (first, last) nodes of its uses, and the nodes that change it."""
+    """For each storage, the (first, last) nodes of its uses, and the nodes that change it."""
     uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
     changed: dict[int, set[int]] = defaultdict(set)
     ends = {begun(node): at for at, node in enumerate(nodes) if is_wait(node)}
@@ -175,10 +175,10 @@ def _uses(nodes: list[fx.Node]) -> tuple[dict[int, list[tuple[int, int]]], dict[
         if isinstance(value, Value):
             named.setdefault(value.storage, at)
     for at, node in enumerate(nodes):
-        made, given = {value.storage for value in values_of(node)}, touched(node)
-        for storage in given | made:
+        fresh, given = {value.storage for value in values_of(node)}, touched(node)
+        for storage in given | fresh:
             uses[storage].append((at, max(ends.get(node, at), named.get(storage, at))))
-        for storage in writes(node) | (made - given):
+        for storage in writes(node) | (fresh - given):
             changed[storage].add(at)
     return uses, changed
 

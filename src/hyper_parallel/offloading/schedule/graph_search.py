@@ -182,5 +182,5 @@ class _Search:
 
 
 def _talk(step: StepGraph) -> list[str]:
-    """What a step says to other ranks and to the host, in order."""
+    """The messages of a step to other ranks and to the host, in order."""
     return [node.name for node in step.nodes if node.target is HOST or is_collective(node) or is_wait(node)]

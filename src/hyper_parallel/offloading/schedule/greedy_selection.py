@@ -63,7 +63,7 @@ class Covered:
 
 @dataclass(frozen=True)
 class _Ways:
-    """Of each candidate (`rows`), where it would be away, what that covers, and the stalls before and behind."""
+    """For each candidate (`rows`), where it would be away, what that covers, and the stalls before and behind."""
 
     rows: Ints
     leave: Ints

@@ -70,7 +70,7 @@ class HostUpdate:
 
     @property
     def storages(self) -> tuple[int, ...]:
-        """Those of `tensors`."""
+        """The storages of `tensors`."""
         return tuple(next(values_of(node)).storage for node in self.tensors)
 
 
@@ -145,15 +145,15 @@ def move_to_host(step: StepGraph, parameters: Collection[str], tier: str) -> Ste
     """
     chosen = [one for one in can_run_on_host(step) if one.parameter in parameters]
     assert len(chosen) == len(set(parameters)), f"{len(chosen)} of {len(set(parameters))} can be apart"
-    made, new = step.copied()
+    copy, new = step.copied()
     at_home: dict[fx.Node, fx.Node] = {}
     for one in chosen:
-        _replace(made, HostUpdate(one.parameter, _all(one.nodes, new), _all(one.tensors, new)), at_home, tier)
-    needs = dependencies(made)
-    order = _order(sums_first(made, needs, balanced_sizes(made)), needs)
-    check_order(made, order, needs=needs)
-    arrange(made, order)
-    return made
+        _replace(copy, HostUpdate(one.parameter, _all(one.nodes, new), _all(one.tensors, new)), at_home, tier)
+    needs = dependencies(copy)
+    order = _order(sums_first(copy, needs, balanced_sizes(copy)), needs)
+    check_order(copy, order, needs=needs)
+    arrange(copy, order)
+    return copy
 
 
 def _all(nodes: Iterable[fx.Node], new: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
@@ -249,7 +249,7 @@ def _before(tensor: fx.Node, along: set[fx.Node]) -> fx.Node:
     return tensor
 
 
-def _replace(made: StepGraph, one: HostUpdate, at_home: dict[fx.Node, fx.Node], tier: str) -> None:
+def _replace(copy: StepGraph, one: HostUpdate, at_home: dict[fx.Node, fx.Node], tier: str) -> None:
     """An update in the place of its nodes."""
     index = {storage: at for at, storage in enumerate(one.storages)}
     given: dict[fx.Node, int] = {}
@@ -260,7 +260,7 @@ def _replace(made: StepGraph, one: HostUpdate, at_home: dict[fx.Node, fx.Node], 
         value = source.meta["value"]
         if value.storage in index:
             return Moved(index[value.storage], value)
-        return HostArguments(given.setdefault(_on_host(made, source, at_home), len(given)))
+        return HostArguments(given.setdefault(_on_host(copy, source, at_home), len(given)))
 
     calls: list[OperatorCall] = []
     for node in one.nodes:
@@ -271,7 +271,7 @@ def _replace(made: StepGraph, one: HostUpdate, at_home: dict[fx.Node, fx.Node], 
     arguments: Any = (tuple(calls), one.tensors, tuple(given), (), tier)
     last.args = arguments
     for node in reversed(others):
-        made.graph.erase_node(node)
+        copy.graph.erase_node(node)
 
 
 def _on_host(made: StepGraph, source: fx.Node, at_home: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -139,7 +139,7 @@ class Gaps:
 
     @cached_property
     def rows(self) -> dict[int, list[int]]:
-        """Of each storage its rows."""
+        """The rows of each storage."""
         found: dict[int, list[int]] = {}
         for row, storage in enumerate(self.storage.tolist()):
             found.setdefault(storage, []).append(row)
@@ -147,13 +147,13 @@ class Gaps:
 
     @cached_property
     def alike(self) -> dict[int, Ints]:
-        """Of each version its rows."""
+        """The rows of each version."""
         order = np.argsort(self.version, kind="stable")
         cuts = np.flatnonzero(np.diff(self.version[order])) + 1
         return {int(self.version[rows[0]]): rows for rows in np.split(order, cuts) if rows.size}
 
     def stores(self, chosen: Flags) -> Flags:
-        """Which of the chosen gaps carry a store: the first of each version."""
+        """Whether each of the chosen gaps carries a store: the first of each version."""
         rows = np.flatnonzero(chosen)
         order = rows[np.lexsort((self.turn[rows], self.version[rows]))]
         first = np.ones(order.size, dtype=bool)
@@ -172,7 +172,7 @@ def gaps_of(problem: Problem) -> Gaps:
         gaps, opens = held.gaps(n), held.opens(n)
         if not held.movable or not gaps:
             continue
-        turns, made, clean = _versions(held, len(gaps))
+        turns, version_count, clean = _versions(held, len(gaps))
         for index, ((after, used), begins, (version, turn)) in enumerate(
             zip(gaps, opens, turns, strict=True)
         ):
@@ -189,7 +189,7 @@ def gaps_of(problem: Problem) -> Gaps:
                         *(versions + version, turn, clean, must is not None, returns),
                     )
                 )
-        versions += made
+        versions += version_count
     columns = np.array(rows, dtype=np.int64).reshape(len(rows), 13).T.copy()
     never_written, must_be, returning = (column.astype(bool) for column in columns[10:])
     out = _seconds([space.out for space in problem.spaces], columns[2])
@@ -229,7 +229,7 @@ def _seconds(rates: list[Rate], sizes: Ints) -> Floats:
 
 
 def _versions(held: Buffer, count: int) -> tuple[list[tuple[int, int]], int, bool]:
-    """Of each gap (version, turn); how many versions there are; whether nobody writes the storage."""
+    """The (version, turn) of each gap; how many versions there are; whether nobody writes the storage."""
     writes = [index for index in range(count) if held.busy[index].writes]
     clean = held.state and not writes
     first = writes[0] if held.state and writes else 0

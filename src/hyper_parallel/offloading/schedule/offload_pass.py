@@ -119,9 +119,9 @@ def planned(
             else space
             for space in left
         )
-    told = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
+    excess = ", ".join(f"{name} {format_bytes(more)}" for name, more in over.items() if more > 0)
     raise BudgetError(
-        f"what must leave the device fits into the memory beside it only in pieces (too large by: {told}); give it a "
+        f"what must leave the device fits into the memory beside it only in pieces (too large by: {excess}); give it a "
         "little more, or the device"
     )
 
@@ -210,8 +210,8 @@ def apply(
 
     Raises GraphError for moves that would read what is away.
     """
-    made = step.copy()
-    nodes = list(made.nodes)
+    copy = step.copy()
+    nodes = list(copy.nodes)
     events = sorted(event for move in moves for event in events_of(problem, move))
     numbers: dict[tuple[int, str], int] = {}
     updates = [(at, node) for at, node in enumerate(nodes) if is_update(node)]
@@ -221,19 +221,19 @@ def apply(
             number = (known or {}).get(place)
             numbers[place] = first if number is None else number
             first += number is None
-    made.slots = _slots(made, problem, events, numbers)
+    copy.slots = _slots(copy, problem, events, numbers)
     for _, node in updates:
         slot_arguments(node, tuple(numbers[storage, tier_of(node)] for storage in storages_of(node)))
-    names = _names(made)
+    names = _names(copy)
     for event in events:
         after = nodes[event.place]
         for operator in _OPERATORS[event.turn]:
-            with made.graph.inserting_before(after):
+            with copy.graph.inserting_before(after):
                 slot = numbers[event.storage, event.space]
-                moved = made.graph.call_function(operator, (names[event.storage], slot, event.space))
+                moved = copy.graph.call_function(operator, (names[event.storage], slot, event.space))
             moved.meta = {**{key: after.meta[key] for key in ("region", "module")}, "recomputed": False}
-    validate(step, made)
-    return made
+    validate(step, copy)
+    return copy
 
 
 def _slots(
@@ -266,7 +266,7 @@ def _rest(events: list[Event]) -> Rest:
 
 
 def _names(step: StepGraph) -> dict[int, fx.Node]:
-    """Of each storage the first node that gives a value in it, by which cache operators name it."""
+    """For each storage, the first node that gives a value in it, by which cache operators name it."""
     found: dict[int, fx.Node] = {}
     for node in (*step.placeholders, *step.nodes):
         value = node.meta.get("value")

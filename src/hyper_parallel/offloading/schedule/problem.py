@@ -78,7 +78,7 @@ class Buffer:
         return [(busy.first, busy.last + 1) for busy in self.busy]
 
     def gaps(self, nodes: int) -> list[tuple[int, int]]:
-        """Of each gap the first place after the stretch before it, and the place of the stretch behind it."""
+        """For each gap, the first place after the stretch before it, and the place of the stretch behind it."""
         found = [(before.last + 1, after.first) for before, after in pairwise(self.busy)]
         if self.state:
             found.append((self.busy[-1].last + 1, nodes + self.busy[0].first))
@@ -87,7 +87,7 @@ class Buffer:
         return found
 
     def opens(self, nodes: int) -> list[int]:
-        """Of each gap the first place at which what it moves is final, and a store for it may begin.
+        """For each gap, the first place at which what it moves is final, and a store for it may begin.
 
         That is behind the last busy stretch that writes, of what none writes behind the first one. Of state it may be
         one of the step before: a negative place.
@@ -120,7 +120,7 @@ class Rate:
     """B/s."""
 
     def seconds(self, count: int) -> float:
-        """Of a copy that has the link to itself."""
+        """Seconds of a copy that has the link to itself."""
         return self.latency + count / self.bandwidth
 
 
@@ -171,7 +171,7 @@ class Problem:
 
     @property
     def seconds(self) -> float:
-        """Of a step in which nothing waits for memory."""
+        """Seconds of a step in which nothing waits for memory."""
         return self.starts[-1] - self.starts[0]
 
     def comes(self, place: int) -> float:
@@ -267,7 +267,7 @@ class Event(NamedTuple):
 
 
 def events_of(problem: Problem, move: Move) -> Iterator[Event]:
-    """What a move does in a step; without a fetch where nothing comes back."""
+    """The events of a move in a step; without a fetch where nothing comes back."""
     n, held = problem.nodes, problem.by_storage[move.storage]
     gaps, what = held.gaps(n), (move.storage, move.gap, move.space)
     used = gaps[move.gap][1]
@@ -281,7 +281,7 @@ def events_of(problem: Problem, move: Move) -> Iterator[Event]:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a plan comes to, step after step."""
+    """The outcome of a plan, step after step."""
 
     seconds: float
     """Of a step."""

@@ -74,7 +74,7 @@ class Shelf:
 
     @property
     def places(self) -> Places:
-        """Of all slots in the tier."""
+        """Places of all slots in the tier."""
         sizes, offsets = dict(self.rest.sizes), dict(self.rest.offsets)
         for _, within in self.plans.values():
             sizes.update(within.sizes)
@@ -84,7 +84,7 @@ class Shelf:
 
 @dataclass(frozen=True)
 class SlotAllocator:
-    """Those of all tiers."""
+    """Allocator of the slots of all tiers."""
 
     tiers: Mapping[str, Shelf]
     next: int = 0

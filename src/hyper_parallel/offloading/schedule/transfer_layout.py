@@ -34,7 +34,7 @@ class Times:
 
     @classmethod
     def stalled(cls, problem: Problem, stalls: Floats) -> Times:
-        """Of the problem with stalls before nodes."""
+        """The times of the problem with stalls before nodes."""
         starts = np.asarray(problem.starts) - problem.starts[0]
         until = np.append(np.cumsum(stalls), stalls.sum())
         later = starts + until
@@ -78,12 +78,12 @@ class Layout:
 
     @property
     def rows(self) -> Ints:
-        """Of the chosen gaps, ascending."""
+        """Rows of the chosen gaps, ascending."""
         return np.flatnonzero(self.chosen.flags)
 
     @property
     def stores(self) -> Flags:
-        """Which of them carry a store."""
+        """Whether each of them carries a store."""
         return self.gaps.stores(self.chosen.flags)
 
     def fits(self) -> bool:

@@ -156,7 +156,7 @@ MOST = BLOCK * len(_WEIGHTS)
 
 
 def checksum(part: torch.Tensor) -> int:
-    """Of uint8 [n] on the host, n a multiple of `BLOCK` and at most `MOST`."""
+    """The checksum of uint8 [n] on the host, n a multiple of `BLOCK` and at most `MOST`."""
     assert part.numel() in range(0, MOST + 1, BLOCK), part.shape
     blocks = part.numpy().view(np.uint32).reshape(-1, _LANES)
     return zlib.crc32(np.einsum("r,rl->l", _WEIGHTS[: len(blocks)], blocks))

@@ -86,7 +86,7 @@ class Workplace(Tier, Protocol):
         """
 
     def in_place(self, slot: int) -> torch.Tensor:
-        """What lies in a slot, uint8 [n] of the tier's own memory, to be read until the slot is written or reserved
+        """The content of a slot, uint8 [n] of the tier's own memory, to be read until the slot is written or reserved
         again. Waits for the copy that put it there."""
 
 

@@ -49,18 +49,18 @@ from hyper_parallel.strategy.strategy import BUDGET
 from hyper_parallel.units import format_bytes, format_duration
 
 ALIKE = 3
-"""At most so many of them with the same degrees."""
+"""Candidates with the same degrees, at most."""
 MOVED = 9
 """Strategies among which the best with something on the host are looked for."""
 MOVED_KINDS = 3
-"""Sets of degrees of which the best with something on the host is simulated: a plan of what moves takes longer than all
-else, and estimates with transfers are off by more."""
+"""Sets of degrees whose best strategy with something on the host is simulated: a plan of what moves takes longer than
+all else, and estimates with transfers are off by more."""
 FASTER = 1.1
 """Where something fits without a budget, one has to be this many times as fast by its estimate to be looked at."""
 PIPED = 4
 """Strategies with a pipeline that are simulated besides."""
 CLOSE = 1.5
-"""Steps that are predicted to take at most so many times the least may be as quick."""
+"""Ratio to the least predicted step up to which another one may be as quick."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Shortlist:
-    """What is worth a closer look."""
+    """Candidates that are worth a closer look."""
 
     few: list[Candidate]
     """Strategies without a pipeline first, each kind by its estimate."""
@@ -116,9 +116,9 @@ def shortlist(config: RunConfig, cluster: Cluster, world: int, count: int, const
             question = question_of(config, cluster, world, PIPED, pipelines=True, constants=constants)
             piped = candidates(config, question, constants)
         except HyperParallelError as error:
-            piped, told = [], f"no pipeline: {_plainly(error)}"
+            piped, note = [], f"no pipeline: {_plainly(error)}"
     else:
-        piped, told = [], f"no pipeline: {why}" if "pipeline" in config.strategy.axes.open else ""
+        piped, note = [], f"no pipeline: {why}" if "pipeline" in config.strategy.axes.open else ""
     if refused is not None:
         if moved and (not piped or moved[0].found.seconds < piped[0].found.seconds):
             return Shortlist(moved, f"a memory budget, since without one {_plainly(refused)}")
@@ -126,7 +126,7 @@ def shortlist(config: RunConfig, cluster: Cluster, world: int, count: int, const
             return Shortlist(piped, f"a pipeline, since without one {_plainly(refused)}")
         raise refused from None
     if not piped:
-        return Shortlist(few, told)
+        return Shortlist(few, note)
     near = [one for one in piped if one.found.seconds <= CLOSE * few[0].found.seconds]
     if near:
         return Shortlist(few + near)
@@ -309,7 +309,7 @@ def _of_whole_layers(question: Question) -> StrategySpace:
 
 
 def _fewest_layers(space: StrategySpace, rows: Columns, base: Table, constants: Constants) -> Columns:
-    """Of each row that fits only with recomputation, the way with the fewest recomputed layers that does."""
+    """For each row that fits only with recomputation, the way with the fewest recomputed layers that does."""
     n = rows["micro"].size
     best = MemoryChoice(space, base, constants).fastest(rows, np.zeros(n), np.full(n, np.inf)).rows
     return taken(best, (best["recompute"] == FULL) & (best["recomputed"] < 1))
@@ -322,7 +322,7 @@ def _fewest_layers(space: StrategySpace, rows: Columns, base: Table, constants: 
 
 
 def simulated(runs: Sequence[RunConfig], cluster: Cluster) -> list[Simulated]:
-    """What the simulator says of each run on a cluster, in order."""
+    """The prediction of each run on a cluster, in order."""
     # A cluster that was measured goes along as it is; plain data all the way down.
     tasks = [(run.model_dump_json(), cluster) for run in runs]
     context = mp.get_context("forkserver")

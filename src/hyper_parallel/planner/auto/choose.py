@@ -51,7 +51,7 @@ class Choice:
     """The strategy of a run."""
 
     laid: Overrides
-    """What is laid on the run file."""
+    """Overrides of the run file."""
     name: str
     """In a few words."""
     lines: tuple[str, ...]
@@ -106,7 +106,7 @@ def choose(
         place = min(range(len(few)), key=lambda at: plain[at].weighted(few[at].found.seconds))
         return _beside_other_kind(plain[place], place, listed, predictions)
     near = CLOSE * timed[0][0]
-    made = [
+    choices = [
         replace(
             _beside_other_kind(_choice(few[place], one.seconds, cluster, world), place, listed, predictions),
             peak=one.peak or 0.0,
@@ -114,7 +114,7 @@ def choose(
         for seconds, place, one in timed
         if seconds <= near
     ]
-    return _with_close(made)
+    return _with_close(choices)
 
 
 def _by_estimates(plain: Sequence[Choice], listed: Shortlist) -> Choice:
@@ -128,12 +128,12 @@ def _by_estimates(plain: Sequence[Choice], listed: Shortlist) -> Choice:
     near = CLOSE * listed.few[order[0]].found.seconds
     data = [at for at in order if _data_only(listed.few[at])]
     close = [at for at in order if listed.few[at].found.seconds <= near]
-    made = []
+    choices = []
     for at in dict.fromkeys([order[0], *data, *close]):
         found = listed.few[at].found
         one = _beside_other_kind(plain[at], at, listed, [])
-        made.append(replace(one, peak=found.peak + found.on_host))
-    return _with_close(made)
+        choices.append(replace(one, peak=found.peak + found.on_host))
+    return _with_close(choices)
 
 
 def _data_only(one: Candidate) -> bool:
@@ -142,12 +142,12 @@ def _data_only(one: Candidate) -> bool:
     return axes in ({"replicate"}, {"shard"})
 
 
-def _with_close(made: Sequence[Choice]) -> Choice:
+def _with_close(choices: Sequence[Choice]) -> Choice:
     """The first, with the others as close to it: the first of each set of degrees before what is left."""
     first: dict[str, Choice] = {}
-    for one in made:
+    for one in choices:
         first.setdefault(degrees(one.laid), one)
-    rest = [one for one in made if all(one is not other for other in first.values())]
+    rest = [one for one in choices if all(one is not other for other in first.values())]
     best, *others = [*first.values(), *rest]
     return replace(best, close=tuple(others))
 
@@ -157,11 +157,11 @@ def _beside_other_kind(
 ) -> Choice:
     """The choice with a line that says why it has a pipeline or has none. `place`: its own among those listed."""
     others = [at for at, one in enumerate(listed.few) if one.piped != listed.few[place].piped]
-    told = listed.told
+    sentence = listed.told
     if others:
-        _, said = min(_figure(listed.few[at], predictions[at] if predictions else None) for at in others)
-        told = f"the best strategy {'without' if chosen.piped else 'with'} a pipeline, {said}"
-    return replace(chosen, lines=(*chosen.lines, told)) if told else chosen
+        _, figure = min(_figure(listed.few[at], predictions[at] if predictions else None) for at in others)
+        sentence = f"the best strategy {'without' if chosen.piped else 'with'} a pipeline, {figure}"
+    return replace(chosen, lines=(*chosen.lines, sentence)) if sentence else chosen
 
 
 def _figure(one: Candidate, prediction: Simulated | None) -> tuple[float, str]:

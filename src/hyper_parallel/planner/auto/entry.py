@@ -24,20 +24,18 @@ from hyper_parallel.planner.auto.resolved import Overrides, resolved
 from hyper_parallel.planner.solve import TIE
 from hyper_parallel.step.build import transformers_config
 from hyper_parallel.step.multimodal import refuse_media_model
-from hyper_parallel.train.entry import main as train
+from hyper_parallel.train.trainer import main as train
 from hyper_parallel.units import format_duration
 
 log = logging.getLogger(__name__)
 
-TARGET = f"{__name__}:main"
-"""How `launch.run` is told of `main`."""
 TRIES = 6
 """Strategies that are tried where the file does not say how many, on processors: a step is short there, and what was
 tried leaves nothing behind. On accelerators nobody has measured what trials take."""
 TRIES_SECONDS = 120.0
 """That all trials take at most, where the file does not say."""
 SHARE = 0.5
-"""Of the memory that those that are tried may take together, to be stepped in turns; else one is built at a time."""
+"""Share of the memory up to which candidates are built together and stepped alternately; else one at a time."""
 PROCESS = 320 * 2**20
 """Bytes that the process of a trial takes on the host beside the step's own."""
 _KEY = "hyper_parallel/strategy"
@@ -56,14 +54,17 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
     if worker.rank == 0:
         try:
             found = _choices(config, worker)
-            told = {"choices": [asdict(one) for one in found], "at_once": _fit_at_once(config, worker, found)}
-            text = json.dumps(told)
+            message = {
+                "choices": [asdict(one) for one in found],
+                "at_once": _fit_at_once(config, worker, found),
+            }
+            text = json.dumps(message)
         except HyperParallelError as error:
             text = json.dumps({"error": str(error)})
-    told = json.loads(broadcast_text(_KEY, text))
-    if "error" in told:
-        raise ConfigError(told["error"])
-    choices = [Choice(one["laid"], one["name"], tuple(one["lines"])) for one in told["choices"]]
+    message = json.loads(broadcast_text(_KEY, text))
+    if "error" in message:
+        raise ConfigError(message["error"])
+    choices = [Choice(one["laid"], one["name"], tuple(one["lines"])) for one in message["choices"]]
     runs = [resolved(config, one.laid) for one in choices]
     best, more = 0, []
     if len(runs) > 1:
@@ -71,7 +72,7 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
         limit = config.strategy.tries_seconds or TRIES_SECONDS
         within = " within the memory budget" if config.strategy.memory.device is not None else ""
         say(f"trying {len(runs)} strategies{within}, for at most {limit:.0f} s (strategy.tries_seconds)")
-        seconds = tried(runs, worker, at_once=told["at_once"], seconds=limit, say=say)
+        seconds = tried(runs, worker, at_once=message["at_once"], seconds=limit, say=say)
         best = min(range(len(runs)), key=lambda at: (choices[at].weighted(seconds[at] or math.inf), at))
         more = [_beside(choices, seconds, best)]
     if worker.rank == 0 and choices[best].lines:
@@ -80,13 +81,13 @@ def together(config: RunConfig, worker: Worker) -> RunConfig:
 
 
 def _choices(config: RunConfig, worker: Worker) -> list[Choice]:
-    """What rank 0 finds: the run's strategy, or some of which a trial tells the quickest. One that was kept has no
+    """What rank 0 finds: the run's strategy, or some among which a trial finds the quickest. One that was kept has no
     lines."""
     # Before the machine is measured.
     refuse_media_model(transformers_config(config.model), "the planner")
-    laid, said = saved_choice(config, worker.world)
-    if said:
-        _say(said)
+    laid, note = saved_choice(config, worker.world)
+    if note:
+        _say(note)
     if laid is not None:
         return [Choice(laid, "", ())]
     count = config.strategy.tries
@@ -110,7 +111,7 @@ def _fit_at_once(config: RunConfig, worker: Worker, found: Sequence[Choice]) -> 
 
 
 def _beside(choices: Sequence[Choice], seconds: Sequence[float | None], best: int) -> str:
-    """What a trial found, in a line."""
+    """The result of a trial, in a line."""
     took = ["not measured" if one is None else format_duration(one) for one in seconds]
     others = "; ".join(
         f"{one.name}: {took[at]}"
@@ -149,8 +150,8 @@ def write_choice(out: Path, laid: Overrides, lines: Sequence[str]) -> None:
 
 
 def saved_choice(config: RunConfig, world: int) -> tuple[Overrides | None, str]:
-    """What the run that this one resumes chose, None where it does not hold any more or there is none; and what to say
-    of it."""
+    """The choice of the run that this one resumes, None where it does not hold any more or there is none; and what to
+    say of it."""
     out = Path(config.out)
     file = out / STRATEGY_FILE
     checkpoints = out / _CHECKPOINTS
@@ -170,7 +171,7 @@ def saved_choice(config: RunConfig, world: int) -> tuple[Overrides | None, str]:
 
 
 def read_choice(file: Path) -> dict[str, Any]:
-    """What `write_choice` wrote. Raises ConfigError, OSError."""
+    """The choice that `write_choice` wrote. Raises ConfigError, OSError."""
     data = yaml12.parse(file.read_text(encoding="utf-8"), str(file))
     if not isinstance(data, dict) or not {"train", "strategy"} <= data.keys():
         raise ConfigError("it has no sections train and strategy")

@@ -41,7 +41,7 @@ FORM = 2
 
 
 def machine_of(config: RunConfig, worker: Worker, say: Say) -> Cluster:
-    """The cluster that a run's workers are on, as so many of them see it. `say` is told what takes its time.
+    """The cluster that a run's workers are on, as each of them sees it. `say` is called with what takes time.
 
     Raises ConfigError for a cluster that is not known, has no device, or is too small, and for a device of which
     nothing is known.
@@ -66,7 +66,7 @@ def machine_of(config: RunConfig, worker: Worker, say: Say) -> Cluster:
 
 
 def named(name: str, world: int, key: str) -> Cluster:
-    """A preset or a file for so many workers; `key` is what named it.
+    """A preset or a file for `world` workers; `key` is the key that names it.
 
     Raises ConfigError for one that is not known, too small, or says nothing of its devices.
     """
@@ -81,7 +81,7 @@ def named(name: str, world: int, key: str) -> Cluster:
 
 
 def measured(world: int, say: Say, measure: Callable[[Settings, Say], Cluster] = calibrate) -> Cluster:
-    """This machine for so many workers: as it was measured before, else measured now."""
+    """This machine for `world` workers: as it was measured before, else measured now."""
     file = _file(world)
     if file.is_file():
         try:
@@ -108,7 +108,7 @@ def measured(world: int, say: Say, measure: Callable[[Settings, Say], Cluster] =
 
 
 def _file(world: int) -> Path:
-    """Where the measurement for so many workers is kept."""
+    """The file of the measurement for `world` workers."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = f"{platform.node()}-{cores()}-cores-torch-{torch.__version__}-{world}-workers-{FORM}"
     return cache / "hyper-parallel" / "clusters" / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', key)}.yaml"
@@ -228,7 +228,7 @@ def _link(cluster: Cluster) -> tuple[float, float]:
     return geometric_mean(table.bandwidth for table in tables), geometric_mean(hops)
 
 
-# The machine as a run with a memory budget of its own sees it: the budget's bytes in each tier.
+# The machine as a run with a memory budget sees it: the budget's bytes in each tier.
 #
 # A budget counts live bytes of the step, so that neither an allocator's loss nor a driver's buffers come on top of it:
 # the device's memory is set to what leaves the budget after both (`cost_model.memory.fits`). The tiers that the budget

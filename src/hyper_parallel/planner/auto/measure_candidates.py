@@ -1,7 +1,7 @@
 """Measures strategies of similar predicted speed with real steps, each in processes beside the run's own workers.
 
 A prediction is off by some percent, and neighbours often differ by less. So the best few are built as `train` would
-build them, stepped on the run's first batch, in turns where memory allows, and let go; the run then begins from its
+build them, stepped on the run's first batch, alternately where memory allows, and let go; the run then begins from its
 seed with the quickest, as if it had been written. Under a memory budget each is planned within the budget.
 
 Every rank comes to the same: after each answer of a trial the workers tell one another whether theirs failed. One that
@@ -63,7 +63,7 @@ def tried(
     collective.
 
     The lower quartile of some steps, on the slowest rank: what else the machine does only adds to a step, and not to
-    all alike, so the quicker ones tell more of the strategy. `at_once`: all are built at once and stepped in turns,
+    all alike, so the quicker ones tell more of the strategy. `at_once`: all are built at once and stepped alternately,
     which levels what is slow for longer; else each is let go before the next is built. `seconds`: limit of all of it.
     """
     found: list[float | None] = [None] * len(runs)

@@ -30,13 +30,13 @@ from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Adapter, Precision, Workload
 
 Overrides = Mapping[str, Any]
-"""What is laid on a run file: the section `strategy`, and of `train` the micro-batch."""
+"""Overrides of a run file: the section `strategy`, and of `train` the micro-batch."""
 
 
 def overrides_of(
     config: RunConfig, found: Figures, cluster: Cluster, layers: int, constants: Constants | None = None
 ) -> dict[str, Any]:
-    """What is laid on the run file for a strategy of the planner's: only keys that the file leaves open.
+    """Overrides of the run file for a strategy of the planner's: only keys that the file leaves open.
 
     `layers`: of the model. `constants`: of the machine, from which a budget's margin is; default: the fitted ones.
     """
@@ -119,7 +119,7 @@ def question_of(
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """What a step of the run computes."""
+    """The workload of a step of the run."""
     fields: dict[str, Any] = transformers_config(config.model).to_dict()
     given = config.model.config
     if given is not None and "vocab_size" not in given:
@@ -148,7 +148,7 @@ def adapter_of(config: RunConfig) -> Adapter | None:
 
 
 def precision_of(config: RunConfig) -> Precision:
-    """What products are computed in."""
+    """The precision of products."""
     return _PRECISIONS[config.strategy.precision.compute]
 
 

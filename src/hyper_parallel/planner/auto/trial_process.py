@@ -45,7 +45,7 @@ GRACE = 3.0
 
 @dataclass(frozen=True)
 class Place:
-    """What the process of a rank has to know of its worker."""
+    """The worker of a rank, for the process of its trial."""
 
     rank: int
     local_rank: int
@@ -78,7 +78,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process says of a step."""
+    """A process's report of a step."""
 
     seconds: float = 0.0
     """Of this rank."""
@@ -103,7 +103,7 @@ class Trial:
             self._here.send(True)
 
     def answer(self, patience: float) -> Answer | None:
-        """What it says, if it does within so many seconds."""
+        """Its message, if one comes within `patience` seconds."""
         if not self._here.poll(patience):
             return None
         try:
@@ -199,5 +199,5 @@ def _be_silent() -> None:
 
 
 def _line(error: Exception) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 300 else f"{said[:300]} …"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return reason if len(reason) <= 300 else f"{reason[:300]} …"

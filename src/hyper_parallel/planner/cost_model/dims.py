@@ -51,7 +51,7 @@ def dense_share(t: Table) -> Array:
 
 
 def expert_share(t: Table) -> Array:
-    """Of the layers behind the dense ones, the share that has experts: 1 unless blocks have either mixer or MLP."""
+    """The share of the layers behind the dense ones that has experts: 1 unless blocks have either mixer or MLP."""
     behind = np.maximum(t.layers - t.dense_layers, 1.0)
     return np.where(t.experts > 0, (t.mlp_layers - t.dense_layers) / behind, 1.0)
 
@@ -117,12 +117,12 @@ class ParameterCounts:
     """Of the embedding, or of the head."""
 
     def all(self) -> Array:
-        """Of a mean layer, experts included."""
+        """Parameters of a mean layer, experts included."""
         return self.layer + self.experts
 
 
 def attention_parameters(t: Table) -> Array:
-    """Of one layer, whole."""
+    """Parameters of one layer's attention, whole."""
     plain = t.hidden * (t.head_dim * (2 * t.heads + 2 * t.kv_heads) + t.gate)
     if not np.any(t.key_rank > 0):
         return plain
@@ -135,12 +135,12 @@ def attention_parameters(t: Table) -> Array:
 
 
 def mixer_parameters(t: Table) -> Array:
-    """Of one layer's other token mixer, whole; 0 without one."""
+    """Parameters of one layer's other token mixer, whole; 0 without one."""
     return t.hidden * (t.mixer_inputs + t.mixer_inner) + t.mixer_rest
 
 
 def mixing_parameters(t: Table) -> Array:
-    """Of a mean layer's attention and other token mixer, whole."""
+    """Parameters of a mean layer's attention and other token mixer, whole."""
     found = attending(t) * attention_parameters(t)
     return found + mixing(t) * mixer_parameters(t) if np.any(t.mixer_layers > 0) else found
 
@@ -162,12 +162,12 @@ def held(t: Table) -> ParameterCounts:
 
 
 def adapters(t: Table) -> Array:
-    """Of a mean layer's adapters (arXiv 2106.09685), whole; 0 without them."""
+    """Parameters of a mean layer's adapters (arXiv 2106.09685), whole; 0 without them."""
     return t.adapter_rank * (t.adapter_inputs + t.adapter_outputs)
 
 
 def trained(t: Table, counts: ParameterCounts) -> ParameterCounts:
-    """Those of what a rank holds that have gradients: all, or the adapters alone."""
+    """The parameters of a rank that have gradients: all, or the adapters alone."""
     if not np.any(t.frozen > 0):
         return counts
     learns = 1 - t.frozen

@@ -107,7 +107,7 @@ class Layer:
 
     @property
     def hidden(self) -> Array:
-        """Those that go beside the pass."""
+        """Seconds that go beside the pass."""
         return np.maximum(self.sent - self.apart.expert, 0.0)
 
 

@@ -304,7 +304,7 @@ class SavedActivations:
 
 
 def saved_activations(t: Table) -> SavedActivations:
-    """What a layer keeps for each token of a micro-batch."""
+    """Bytes that a layer keeps for each token of a micro-batch."""
     ranks = t.tensor_x * t.tensor_y
     size, narrow = element_bytes(t), product_bytes(t)
     outside = np.where(t.sequence_parallel > 0, 1 / ranks, 1.0)

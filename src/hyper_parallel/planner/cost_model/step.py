@@ -48,7 +48,7 @@ from hyper_parallel.planner.table import Array, Table, sum_of
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the closed forms say of each row of a table."""
+    """The estimates of the closed forms for each row of a table."""
 
     seconds: Array
     """Of a step."""
@@ -165,7 +165,7 @@ def _of_layers(one: Layer, times: Array, passes: Array) -> dict[str, Array]:
 #
 #     module = layer · (its matrices / a mean's) + 3 · [T, 2 h] · [2 h, h] + head     `prediction_modules`
 #
-# A module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) has a layer of its own, a projection
+# A module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) has its own layer, a projection
 # of the last hidden state beside the next token's embedding, and the model's head again; it runs on the last stage.
 
 LOGIT_BYTES = 22.0
@@ -258,7 +258,7 @@ def overlapped_pass(
 ) -> Array:
     """Seconds of a pass with a collective beside it.
 
-    `sent`: exchanges that take turns with it on the links, of which `hidden` seconds also go beside the pass; what is
+    `sent`: exchanges that take turns with it on the links; `hidden` seconds of them also go beside the pass; what is
     not hidden is a part of `busy`. A pass lasts at least as long as its links are in use.
     """
     if k.beside >= 1.0:

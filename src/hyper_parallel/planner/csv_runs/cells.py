@@ -110,7 +110,7 @@ class Cells:
             return math.nan
 
     def option(self, name: str) -> str:
-        """What the notes say of an option, `task=LoRA`; empty where they say nothing."""
+        """The value of an option in the notes, `task=LoRA`; empty where they say nothing."""
         found: dict[str, str] = dict(_OPTIONS.findall(self.text("notes")))
         return found.get(name, "")
 

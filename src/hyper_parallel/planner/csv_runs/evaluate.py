@@ -29,14 +29,14 @@ def evaluate(
     table, found = rows(runs)
     if table.layers.size == 0:
         return [_object(row, {}) for row in found]
-    told = estimate(table, constants or fitted())
-    least, most = between(table, told)
+    estimates = estimate(table, constants or fitted())
+    least, most = between(table, estimates)
     columns: dict[str, Array] = {
-        "step_time_s": told.seconds,
-        "tokens_per_s_per_device": tokens_per_second(table, told.seconds),
-        "mfu": mfu(table, told.seconds),
-        "peak_memory_gb": told.peak / 1e9,
-        "fits": np.asarray(told.fits, dtype=np.float64),
+        "step_time_s": estimates.seconds,
+        "tokens_per_s_per_device": tokens_per_second(table, estimates.seconds),
+        "mfu": mfu(table, estimates.seconds),
+        "peak_memory_gb": estimates.peak / 1e9,
+        "fits": np.asarray(estimates.fits, dtype=np.float64),
         "low": tokens_per_second(table, most),
         "high": tokens_per_second(table, least),
     }
@@ -45,31 +45,36 @@ def evaluate(
 
 
 def _object(row: RunRow, columns: Mapping[str, Array]) -> dict[str, Any]:
-    told: dict[str, Any] = {"row_id": row.id, "line": row.line, "model": row.model, "hardware": row.hardware}
+    record: dict[str, Any] = {
+        "row_id": row.id,
+        "line": row.line,
+        "model": row.model,
+        "hardware": row.hardware,
+    }
     if row.index is None:
-        return {**told, "unsupported": row.unsupported}
+        return {**record, "unsupported": row.unsupported}
     values = {name: float(column[row.index]) for name, column in columns.items()}
     low, high = values.pop("low"), values.pop("high")
     fits = bool(values.pop("fits"))
-    told |= {"framework": row.profile, "cluster": row.cluster}
-    return {**told, **values, "fits": fits, "interval": [low, high], "filled": dict(row.filled)}
+    record |= {"framework": row.profile, "cluster": row.cluster}
+    return {**record, **values, "fits": fits, "interval": [low, high], "filled": dict(row.filled)}
 
 
-def text(told: Sequence[Mapping[str, Any]]) -> str:
+def text(records: Sequence[Mapping[str, Any]]) -> str:
     """The same as a table for the terminal, and how often which reason left a row without an estimate."""
     lines = [
         "estimated",
         _line(("row", "model", "hardware", "step", "tokens/s", "90% interval", "MFU", "peak", "")),
     ]
-    lines += [_told(one) for one in told]
-    without = sum("unsupported" in one for one in told)
+    lines += [_row_line(one) for one in records]
+    without = sum("unsupported" in one for one in records)
     lines.append(
-        f"{len(told) - without} of {len(told)} rows; tokens/s are those of one device, GB are 10⁹ bytes"
+        f"{len(records) - without} of {len(records)} rows; tokens/s are those of one device, GB are 10⁹ bytes"
     )
     return "\n".join(lines)
 
 
-def _told(one: Mapping[str, Any]) -> str:
+def _row_line(one: Mapping[str, Any]) -> str:
     head = (one["row_id"] or f"line {one['line']}", one["model"], one["hardware"])
     if "unsupported" in one:
         return _line((*head, f"unsupported: {one['unsupported']}"))

@@ -36,7 +36,7 @@ from hyper_parallel.workload.workload import Adapter, Precision, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """What became of one row of the CSV."""
+    """One row of the CSV, as it was read."""
 
     line: int
     """Of the file; the header is line 1."""
@@ -98,11 +98,11 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float]]:
     """The preset and the columns. Raises ConfigError or DataError for a row that is none."""
     if cells.extra:
         raise DataError(f"line {cells.line} has {cells.extra} cells more than the header has columns")
-    cluster, made = machine(cells)
+    cluster, notes = machine(cells)
     shape = shape_of(cells, profile)
-    profile = profile_of_mixture(profile, shape, made["supernode"])
+    profile = profile_of_mixture(profile, shape, notes["supernode"])
     sequence = sequence_of(cells, shape)
-    spread = _spread(cells, profile, shape, made["node"])
+    spread = _spread(cells, profile, shape, notes["node"])
     precision = _precision(cells, cluster, profile)
     batch = spread.pop("batch")
     adapter = _adapter(cells)
@@ -120,7 +120,7 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float]]:
         # FlashAttention has no kernels for Volta; and Megatron's selective recomputation (arXiv 2205.05198) computes
         # again what FlashAttention would never have stored.
         facts["flash"] = 0.0
-    return cluster, {**of_workload(workload), **made, **facts, **SPREAD, **spread}
+    return cluster, {**of_workload(workload), **notes, **facts, **SPREAD, **spread}
 
 
 def _spread(cells: Cells, profile: Profile, shape: Shape, node: float) -> dict[str, float]:
@@ -146,7 +146,7 @@ def _spread(cells: Cells, profile: Profile, shape: Shape, node: float) -> dict[s
     zero, shard = _zero(cells, profile, data, node)
     micro, batch = _batch(cells, data, zero)
     expert = _expert(cells, shape, devices // degrees["pp"])
-    made = {
+    fields = {
         "devices": devices,
         "batch": batch,
         "micro": micro,
@@ -165,7 +165,7 @@ def _spread(cells: Cells, profile: Profile, shape: Shape, node: float) -> dict[s
         **_recompute(cells, profile, shape, degrees["pp"]),
         **_offload(cells),
     }
-    return {name: float(value) for name, value in made.items()}
+    return {name: float(value) for name, value in fields.items()}
 
 
 def _zero(cells: Cells, profile: Profile, data: int, node: float) -> tuple[int, int]:
@@ -326,7 +326,7 @@ def _offload(cells: Cells) -> dict[str, float]:
 
 
 def _adapter(cells: Cells) -> Adapter | None:
-    """What is trained in place of the whole model; None where that is."""
+    """The adapter that is trained in place of the whole model; None where that is."""
     if not re.search("lora", cells.option("task"), re.IGNORECASE):
         return None
     cells.filled["adapter"] = (
@@ -345,7 +345,7 @@ def _prediction_modules(cells: Cells, shape: Shape, profile: Profile) -> int:
 
 
 def _precision(cells: Cells, cluster: str, profile: Profile) -> Precision:
-    """What products are computed in."""
+    """The precision of products."""
     words = cells.text("precision").lower().replace("_", "-")
     if not words:
         return cells.take("precision", profile.defaults.precision, f"the default of {profile.name}")

@@ -82,7 +82,7 @@ def _sheet(found: GenerationPlans, top: int) -> Sheet:
 
 
 def _sentences(best: GenerationPlan) -> Iterator[str]:
-    """What the best plan rests on."""
+    """The sentences on what the best plan rests on."""
     choice, run, split = best.choice, best.choice.run, best.model.split
     yield (
         f"{best.settings.batch:,} requests at once on each of {split} group{'s' * (split > 1)} of ranks, "
@@ -111,7 +111,7 @@ def _sentences(best: GenerationPlan) -> Iterator[str]:
 
 
 def away(split: TierSplit) -> str:
-    """What lies away from the device, briefly."""
+    """The parts that lie away from the device, briefly."""
     parts = []
     if split.layers:
         parts.append(f"{split.layers} layers' weights")

@@ -36,7 +36,7 @@ MOST = 1 << 20
 
 @dataclass(frozen=True)
 class GenerationQuestion:
-    """What to plan."""
+    """A question: the generation to plan."""
 
     shape: Shape
     cluster: Cluster
@@ -72,7 +72,7 @@ class GenerationPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.choice.run.tokens_per_second * self.model.split
 
     @property
@@ -180,9 +180,15 @@ def _plans(question: GenerationQuestion, say: Callable[[str], None]) -> Iterator
         budget, tiers = budgets(question, cluster)
         for settings in _settings(question):
             some = True
-            asked = SplitQuestion(model, cluster, question.work, settings, budget, tiers)
+            split_question = SplitQuestion(model, cluster, question.work, settings, budget, tiers)
             yield GenerationPlan(
-                tensor, expert, replicate, settings, question.work, asked, choose_split(asked)
+                tensor,
+                expert,
+                replicate,
+                settings,
+                question.work,
+                split_question,
+                choose_split(split_question),
             )
     if not some:
         raise ConfigError(problems[0] if problems else "no axes divide the devices")

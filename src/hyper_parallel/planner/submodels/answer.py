@@ -63,7 +63,7 @@ def verdict_of(found: Allocations) -> str:
 
 
 def notes_of(found: Allocations) -> list[str]:
-    """What to know about the figures."""
+    """Notes on the figures."""
     task = found.task
     notes = [
         "simulated with the costs of captured graphs, in bfloat16 with decoder layers recomputed; memory is "

@@ -47,7 +47,7 @@ from hyper_parallel.units import format_bytes
 
 @dataclass(frozen=True)
 class MicroBatchTimes:
-    """Of a micro-batch on a colocated rank."""
+    """Times of a micro-batch on a colocated rank."""
 
     encoders: float
     language: float
@@ -61,7 +61,7 @@ class MicroBatchTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step came to."""
+    """The outcome of a step."""
 
     seconds: float
     busy: float
@@ -186,23 +186,24 @@ StepOf = Callable[[Task, Sizes, Sequence[Row]], Step | None]
 def best(
     task: Task, sizes: Iterator[Sizes], step: StepOf, bound: Callable[[Task, Sizes], float] | None = None
 ) -> BestSizes:
-    """Of all sizes, by the mean of the same steps. With `bound`, by which `sizes` are sorted, the search ends early."""
+    """The best of all sizes, by the mean of the same steps. With `bound`, by which `sizes` are sorted, the search ends
+    early."""
     found = BestSizes()
     for one in sizes:
         if bound is not None and bound(task, one) >= found.seconds:
             break
         steps: list[Step] = []
         for rows in task.steps:
-            made = step(task, one, rows)
-            if made is None:
+            outcome = step(task, one, rows)
+            if outcome is None:
                 break
-            steps.append(made)
+            steps.append(outcome)
         if len(steps) < len(task.steps):
             continue
         found.tried += 1
-        seconds = sum(made.seconds for made in steps)
+        seconds = sum(outcome.seconds for outcome in steps)
         if seconds < found.seconds * len(steps):
-            busy = sum(made.busy for made in steps)
+            busy = sum(outcome.busy for outcome in steps)
             found.sizes, found.seconds, found.steps = one, seconds / len(steps), steps
             found.bubbles = 1 - busy / (task.devices * seconds)
     return found

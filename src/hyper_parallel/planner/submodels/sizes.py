@@ -43,7 +43,7 @@ class StateBytes:
     """Of these, what one copy alone does not need: a gradient before and after its reduction."""
 
     def of(self, parameters: float, copies: int) -> float:
-        """On each of the copies of so many parameters."""
+        """On each of the copies of this number of parameters."""
         return parameters * (self.whole + self.sharded / copies - (self.twice if copies == 1 else 0.0))
 
 
@@ -117,7 +117,7 @@ class Task:
 
 
 def micro_batches(rows: int, one: Sizes) -> int:
-    """Micro-batches of a replica for so many rows of a step; 0 where rows do not divide."""
+    """Micro-batches of a replica for the rows of a step; 0 where rows do not divide."""
     size = one.data * one.rows
     return 0 if rows % size else rows // size
 
@@ -128,7 +128,7 @@ def in_flight(one: Sizes, count: int) -> int:
 
 
 def language_bytes(task: Task, one: Sizes, count: int, besides: float = 0.0) -> float:
-    """Of a rank of the language model. `besides`: parameters that each rank has of other parts."""
+    """Bytes of a rank of the language model. `besides`: parameters that each rank has of other parts."""
     language, held = task.costs.language, in_flight(one, count)
     saved = language.saved[one.tensor](one.rows) / one.pipeline
     parameters = language.parameters / (one.tensor * one.pipeline) + besides
@@ -136,7 +136,7 @@ def language_bytes(task: Task, one: Sizes, count: int, besides: float = 0.0) -> 
 
 
 def encoder_bytes(task: Task, one: Sizes, encoder: int, count: int) -> float:
-    """Of a rank of an encoder on devices of its own, for micro-batches of the rows with most."""
+    """Bytes of a rank of an encoder on its own devices, for micro-batches of the rows with most."""
     costs, copies = task.costs.encoders[encoder], one.encoders[encoder]
     units = task.most(encoder) * one.rows * one.data / copies
     held = in_flight(one, count) * costs.saved(units)
@@ -144,7 +144,7 @@ def encoder_bytes(task: Task, one: Sizes, encoder: int, count: int) -> float:
 
 
 def colocated_bytes(task: Task, one: Sizes) -> float:
-    """Of a rank that has a part of the language model and all encoders, for a micro-batch of the rows with most.
+    """Bytes of a rank that has a part of the language model and all encoders, for a micro-batch of the rows with most.
 
     At level `parameters` a rank holds whole, in turn, two layers and all that is outside of them; what the encoders
     have is outside.
@@ -201,7 +201,7 @@ def once_of_parts(task: Task, one: Sizes) -> float:
 
 
 def crossing(task: Task, encoder: EncoderCosts, units: float, senders: int) -> float:
-    """Seconds in which each rank of an encoder sends its part of the features of so many units to another node."""
+    """Seconds in which each rank of an encoder sends its part of the features of these units to another node."""
     if not units:
         return 0.0
     size = units * encoder.features / senders
@@ -227,7 +227,7 @@ def media_dealt(one: Sizes, rows: Sequence[Row]) -> Counter[Row]:
 
 
 def rows_dealt(one: Sizes, rows: Sequence[Row]) -> Counter[Row] | None:
-    """As `train` does: whole rows are dealt to the ranks of each part, all of which must have as much; rows without a
+    """As `train` does: whole rows are dealt to the ranks of each part, which must all have as much; rows without a
     partner are computed twice. None where the ranks do not divide a micro-batch."""
     size, most = one.rows * one.data, math.lcm(one.data, *one.encoders)
     if size % most:

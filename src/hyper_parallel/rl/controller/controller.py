@@ -23,7 +23,8 @@ from hyper_parallel.errors import GroupError
 from hyper_parallel.launch.roles.protocol import Future, wait_any
 from hyper_parallel.rl.controller.prompts import Prompts
 from hyper_parallel.rl.controller.recorder import BatchReport
-from hyper_parallel.rl.controller.scorer import ModelScorer, Scored, Scorer
+from hyper_parallel.rl.controller.scorer import Scored, Scorer
+from hyper_parallel.rl.controller.scorer_kinds import ModelScorer
 from hyper_parallel.rl.controller.workers import RoleGroup, WeightSync, do
 from hyper_parallel.rl.environments import prompt_fields
 from hyper_parallel.rl.queue import StalenessQueue

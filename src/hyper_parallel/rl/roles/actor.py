@@ -51,7 +51,7 @@ from hyper_parallel.rl.roles.policy_update import (
 from hyper_parallel.rl.sample import Sample
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import causal_lm_loss, token_logprobs, token_loss
-from hyper_parallel.shard.sharded_model import LOSS_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.step.lr_schedule import schedule
 from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.train.checkpoint_state import FOLDER, model_shards

@@ -25,7 +25,7 @@ from hyper_parallel.rl.roles.policy_update import (
 )
 from hyper_parallel.rl.sample import Sample
 from hyper_parallel.shard import init_weights, parallelize, sharded
-from hyper_parallel.shard.sharded_model import LOSS_AXES
+from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.step.optimizer import build_optimizer
 
 

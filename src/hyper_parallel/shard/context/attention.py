@@ -76,9 +76,9 @@ def attention(
     if dropout > 0:
         raise StrategyError(f"{what} drops attention weights, which axes.context does not; set its rate to 0")
     if is_causal is False or others.get("position_bias") is not None:
-        asked = "attention in both directions" if is_causal is False else "a bias by position"
+        unsupported = "attention in both directions" if is_causal is False else "a bias by position"
         raise StrategyError(
-            f"{what} asks for {asked}, which axes.context does not compute; set axes.context to 1"
+            f"{what} asks for {unsupported}, which axes.context does not compute; set axes.context to 1"
         )
     unknown = sorted(k for k, x in others.items() if isinstance(x, Tensor) and k not in _KNOWN)
     if unknown:
@@ -143,7 +143,7 @@ class BlockWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """What one attention of a ring needs to know, besides its tensors."""
+    """The settings of one attention of a ring, besides its tensors."""
 
     axis: Axis
     mask: ContextMask

@@ -227,22 +227,22 @@ def blocks(
         return [one]
     if one := whole(hull_q, all_q, hull_k, all_k, "full"):
         return [one]
-    made: list[AttentionBlock] = []
+    blocks: list[AttentionBlock] = []
     left = []
     for at_k, k in _placed(keys):
         column = whole(hull_q, all_q, k, at_k, "full")
         if column is not None:
-            made.append(column)
+            blocks.append(column)
         else:
             left.append((at_k, k))
     for at_q, q in _placed(queries):
         row = whole(q, at_q, hull_k, all_k, "full") if len(left) == len(keys) else None
         if row is not None:
-            made.append(row)
+            blocks.append(row)
             continue
         for at_k, k in left:
-            made += _cover(q, k, at_q[0] - q[0], at_k[0] - k[0], window, documents, tile)
-    return made
+            blocks += _cover(q, k, at_q[0] - q[0], at_k[0] - k[0], window, documents, tile)
+    return blocks
 
 
 def _length(intervals: Sequence[Interval]) -> Interval:

@@ -86,7 +86,7 @@ class Positions:
 
 
 class ContextMask:
-    """What a layer's attention gets as its mask. No tensor, so that nothing slices or converts it."""
+    """The mask that a layer's attention gets. No tensor, so that nothing slices or converts it."""
 
     def __init__(self, positions: Positions, window: int | None, separate: bool) -> None:
         """`separate`: documents do not see each other."""
@@ -170,7 +170,7 @@ def context_mask(
 
 
 class MaskKind(NamedTuple):
-    """What a mask function of Transformers hides."""
+    """The keys that a mask function of Transformers hides."""
 
     causal: bool
     window: int | None

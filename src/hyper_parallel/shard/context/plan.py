@@ -158,17 +158,17 @@ def _here(heads: Heads, tensor: int) -> tuple[int, int]:
 def _method(
     strategy: Strategy, heads: list[tuple[int, int]]
 ) -> tuple[Literal["ring", "ulysses", "hybrid"], int]:
-    size, asked, given = strategy.axes.context, strategy.context.method, strategy.context.ulysses
+    size, method, given = strategy.axes.context, strategy.context.method, strategy.context.ulysses
     query, pairs = (math.gcd(*(here[i] for here in heads)) for i in (0, 1))
     if given is not None and size % given:
         raise StrategyError(
             f"context.ulysses is {given}, which does not divide axes.context = {size}; use a divisor"
         )
     by_pairs = max(u for u in range(1, size + 1) if size % u == 0 and pairs % u == 0)
-    ulysses = {"ring": 1, "ulysses": size, "auto": by_pairs, "hybrid": given or by_pairs}[asked]
+    ulysses = {"ring": 1, "ulysses": size, "auto": by_pairs, "hybrid": given or by_pairs}[method]
     if query % ulysses:
         raise StrategyError(
-            f"context.method {asked}: Ulysses over {ulysses} ranks needs a multiple of {ulysses} query heads, and "
+            f"context.method {method}: Ulysses over {ulysses} ranks needs a multiple of {ulysses} query heads, and "
             f"a rank has {query}; use method: ring, or hybrid with a smaller ulysses"
         )
     if ulysses == size:
@@ -185,7 +185,8 @@ def _method(
 
 
 def multiple_over_context(ring: int, ulysses: int) -> int:
-    """What a sequence's length must be a multiple of, to be dealt over rings of `ring` ranks of `ulysses`."""
+    """The number that a sequence's length must be a multiple of, to be dealt over rings of `ring` ranks of
+    `ulysses`."""
     return math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
 
 
@@ -203,7 +204,7 @@ class PositionSplit:
 
     @property
     def multiple(self) -> int:
-        """What a sequence's length must be a multiple of."""
+        """The number that a sequence's length must be a multiple of."""
         return multiple_over_context(self.ring, self.ulysses)
 
     def check(self, length: int) -> None:

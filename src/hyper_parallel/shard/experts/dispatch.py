@@ -307,7 +307,7 @@ def apply_experts(
         return _applied(module, weights, rows, counts)
     filled = [-(-count // multiple) * multiple for count in counts]
     if current_step().widest_spread:
-        # The most for so many rows: each expert that has any is one row over a multiple.
+        # The most for this number of rows: each expert that has any is one row over a multiple.
         most = rows.size(0) + min(len(counts), rows.size(0)) * (multiple - 1)
         filled[0] += max(most // multiple * multiple - sum(filled), 0)
     starts = accumulate(filled, initial=0)

@@ -152,7 +152,7 @@ class Places(NamedTuple):
 
     @classmethod
     def fixed(cls, experts: int, replicas: tuple[int, ...], device: torch.device) -> Places | None:
-        """Experts in the model's order, of which these have replicas; None where none has, and no table is needed."""
+        """Experts in the model's order; these have replicas. None where none has, and no table is needed."""
         if not replicas:
             return None
         keys = torch.arange(experts, device=device)
@@ -162,7 +162,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Places:
-        """Those that `add_places` gave a module."""
+        """The places that `add_places` gave a module."""
         keys, replicas = module._buffers[_KEYS], module._buffers[_REPLICAS]
         assert keys is not None
         assert replicas is not None

@@ -36,9 +36,9 @@ def is_experts(module: nn.Module) -> bool:
 
 def is_concatenated(experts: nn.Module) -> bool:
     """Whether `gate_up_proj` holds all of gate before all of up, instead of interleaving them."""
-    told = getattr(experts, "is_concatenated", None)
+    flag = getattr(experts, "is_concatenated", None)
     # Early releases of Transformers 5 (such as 5.6) lack the attribute, and only GPT-OSS interleaved them.
-    return type(experts).__name__ != "GptOssExperts" if told is None else bool(told)
+    return type(experts).__name__ != "GptOssExperts" if flag is None else bool(flag)
 
 
 def plan_experts(draft: PlanBuilder) -> None:
@@ -134,8 +134,8 @@ class _ExpertsPlanner:
         sizes = [
             n * p.element_size() for p in module._parameters.values() if p is not None for n in p.shape[1:]
         ]
-        asked = getattr(self.draft.config, "_experts_implementation", None)
-        return asked == "grouped_mm" and any(size % 16 for size in sizes)
+        implementation = getattr(self.draft.config, "_experts_implementation", None)
+        return implementation == "grouped_mm" and any(size % 16 for size in sizes)
 
     def _replicas(self, found: list[str]) -> dict[str, tuple[int, ...]]:
         replicas: dict[str, tuple[int, ...]] = {}

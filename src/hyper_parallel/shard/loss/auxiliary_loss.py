@@ -30,7 +30,7 @@ from hyper_parallel.shard.hooks import Forward, StandIn, wrap
 from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.model_structure import features_of, is_transformers, text_config
 from hyper_parallel.shard.plan.plan import Plan
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ShardedModel
+from hyper_parallel.shard.process_mesh import LOSS_AXES, ProcessMesh
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class BalancingTerm:
 
 @dataclass(frozen=True)
 class OwnTerms:
-    """What is added to the cross-entropy."""
+    """The terms that are added to the cross-entropy."""
 
     balancing: BalancingTerm | None = None
     of_logits: bool = False
@@ -126,9 +126,9 @@ def _probed(core: Any, router_logits: bool) -> OwnTerms:
     )
     run.__kwdefaults__ = forward.__kwdefaults__
     zeros = torch.zeros(1, 2, dtype=torch.int64)
-    asked = {"output_router_logits": True} if router_logits else {}
+    options = {"output_router_logits": True} if router_logits else {}
     with _NoCrossEntropy():
-        loss = run(probe, input_ids=zeros, labels=zeros, **asked).loss
+        loss = run(probe, input_ids=zeros, labels=zeros, **options).loss
     if not loss.requires_grad:
         return OwnTerms()
     coefficient, of_logits = torch.autograd.grad(loss, [balancing.variable, logits], allow_unused=True)
@@ -213,6 +213,28 @@ class Balancing:
             wrap(module, balancing._recorder(index))
         return balancing
 
+    def loss(self, axes: ProcessMesh) -> torch.Tensor:
+        """Return this rank's part of the last forward pass's auxiliary loss, its coefficient included; fp32 [].
+
+        The sum of the parts over LOSS_AXES is the loss of the global micro-batch; ranks along the tensor axes hold the
+        same part. A collective. Tokens are counted whether they bear loss or not, as in Transformers without an
+        attention mask.
+        """
+        term, logits = self.term, [*self.logits]
+        self.logits.clear()
+        if not self.published:
+            return term.coefficient * term(tuple(logits)).float()
+        chosen, mine, rows = _statistics(logits, term)
+        counted = torch.cat([chosen, rows.view(1)])
+        summed: tuple[str, ...] = LOSS_AXES
+        if self.own_tokens:
+            summed = (*LOSS_AXES, *axes.mesh.atoms(axes.mesh.tensor))
+            # Each rank of the tensor axes has a part of the tokens, and then holds the loss of all of them.
+            mine = axes[axes.mesh.tensor].reduce(mine)
+        counted = axes.all_reduce(counted, summed)
+        fractions, total = counted[:-1] / counted[-1], counted[-1]
+        return term.coefficient * term.experts * (fractions * (mine / total)).sum()
+
     def _watch(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         self.logits.clear()
         self.watching = torch.is_grad_enabled()
@@ -258,36 +280,11 @@ def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
             yield module, index
 
 
-def auxiliary_loss(handle: ShardedModel) -> torch.Tensor:
-    """This rank's part of the last forward pass's auxiliary loss, its coefficient included; a zero-dim fp32 tensor.
-
-    The sum of the parts over LOSS_AXES is the loss of the global micro-batch; ranks along the tensor axes hold the
-    same part. A collective, unless the model's own loss has no such term: then it is zero. Tokens are counted whether
-    they bear loss or not, as in Transformers without an attention mask.
-    """
-    balancing = handle.balancing
-    if balancing is None or not balancing.logits:
-        return torch.zeros((), device=handle.device)
-    term, logits = balancing.term, [*balancing.logits]
-    balancing.logits.clear()
-    if not balancing.published:
-        return term.coefficient * term(tuple(logits)).float()
-    chosen, mine, rows = _statistics(logits, term)
-    counted = torch.cat([chosen, rows.view(1)])
-    axes: tuple[str, ...] = LOSS_AXES
-    if balancing.own_tokens:
-        axes = (*LOSS_AXES, *handle.mesh.atoms(handle.mesh.tensor))
-        # Each rank of the tensor axes has a part of the tokens, and then holds the loss of all of them.
-        mine = handle.axes[handle.mesh.tensor].reduce(mine)
-    counted = handle.all_reduce(counted, axes)
-    fractions, total = counted[:-1] / counted[-1], counted[-1]
-    return term.coefficient * term.experts * (fractions * (mine / total)).sum()
-
-
 def _statistics(
     logits: list[torch.Tensor], term: BalancingTerm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of all layers: how often each expert is chosen, fp32 [E]; the sums of their probabilities, [E]; the rows, []."""
+    """Statistics of all layers: how often each expert is chosen, fp32 [E]; the sums of their probabilities, [E]; the
+    rows, []."""
     chosen, probabilities, rows = [], [], []
     for layer in logits:
         shares = torch.softmax(layer, dim=-1)

@@ -25,7 +25,7 @@ from hyper_parallel.graph.step_context import phase
 from hyper_parallel.shard.forward import call, logits_in
 from hyper_parallel.shard.hooks import Forward, wrap
 from hyper_parallel.shard.lora_adapters import base_of, without_adapters
-from hyper_parallel.shard.loss.auxiliary_loss import OwnTerms, auxiliary_loss
+from hyper_parallel.shard.loss.auxiliary_loss import OwnTerms
 from hyper_parallel.shard.loss.cross_entropy import (
     TokenObjective,
     chunked_sum,
@@ -36,7 +36,8 @@ from hyper_parallel.shard.loss.cross_entropy import (
 from hyper_parallel.shard.mesh_axis import Axis
 from hyper_parallel.shard.model_structure import features_of, is_transformers
 from hyper_parallel.shard.plan.plan import Plan
-from hyper_parallel.shard.sharded_model import LOSS_AXES, sharded
+from hyper_parallel.shard.process_mesh import LOSS_AXES
+from hyper_parallel.shard.sharded_model import sharded
 
 
 def causal_lm_loss(
@@ -168,7 +169,7 @@ class LossRoot:
         handle = sharded(self._model)
         if handle.balancing is None or not torch.is_grad_enabled():
             return loss
-        return loss + auxiliary_loss(handle) / request.micro_batches
+        return loss + handle.auxiliary_loss() / request.micro_batches
 
     @property
     def _split(self) -> Axis | None:
@@ -194,7 +195,7 @@ class LossRoot:
         return chunk if chunk < positions else None
 
     def _loss(self, request: Request, logits: Tensor, labels_N: Tensor, start: int, stop: int) -> Tensor:
-        """Of the positions from `start` to `stop` - 1, whose logits these are."""
+        """The loss of the positions from `start` to `stop` - 1, whose logits these are."""
         if request.objective is not None:
             temperature = request.objective.temperature
             logprobs_N = log_probabilities(
@@ -327,7 +328,7 @@ def apply_loss(
 
 
 def root_of(model: nn.Module) -> LossRoot | None:
-    """What `apply_loss` put around the model, or None."""
+    """The wrapper that `apply_loss` put around the model, or None."""
     root = model.__dict__.get(_ATTRIBUTE)
     assert root is None or isinstance(root, LossRoot)
     return root

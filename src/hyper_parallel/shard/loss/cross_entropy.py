@@ -186,7 +186,7 @@ def split_logits(head: nn.Module) -> Iterator[None]:
 
 
 class TokenObjective(Protocol):
-    """What takes the place of the cross-entropy in a forward pass."""
+    """An objective in the place of the cross-entropy in a forward pass."""
 
     @property
     def temperature(self) -> float:
@@ -218,9 +218,9 @@ def chunked_sum(loss: Loss, hidden_NH: Tensor, weights: Sequence[Tensor], chunk:
     is wanted; with more than one chunk theirs are summed in fp32. Without gradients it is only the sum.
     """
     bounds = [(at, min(at + chunk, hidden_NH.size(0))) for at in range(0, hidden_NH.size(0), chunk)]
-    asked = torch.is_grad_enabled()
-    wanted = [weight for weight in weights if weight.requires_grad] if asked else []
-    if not wanted and not (asked and hidden_NH.requires_grad):
+    with_gradients = torch.is_grad_enabled()
+    wanted = [weight for weight in weights if weight.requires_grad] if with_gradients else []
+    if not wanted and not (with_gradients and hidden_NH.requires_grad):
         return torch.stack([loss(hidden_NH[None, a:b], a, b) for a, b in bounds]).sum()
     gathered = _Gradients(hidden_NH, wanted, several=len(bounds) > 1)
     totals = []

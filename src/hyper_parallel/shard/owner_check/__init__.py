@@ -7,7 +7,7 @@ Comparisons, each of a small copy with random weights on random tokens, in float
 - **rows**: two rows computed together equal each of them alone;
 - **packing**: documents packed into one row equal each of them alone, wherever they bear loss;
 - **length**: a row beside one of larger positions equals the row alone;
-- **padding**: a document in a row of its own, filled up to the length of rows, equals the document alone.
+- **padding**: a document in its own row, filled up to the length of rows, equals the document alone.
 
 `compare` makes them; `check` caches what they found, and agrees on it with the other ranks.
 """

@@ -29,6 +29,7 @@ from hyper_parallel.shard.owner_check.comparisons import (
     without_dropout,
 )
 from hyper_parallel.shard.plan import make_plan
+from hyper_parallel.shard.process_mesh import ROW_AXES
 from hyper_parallel.shard.region_check import result_cache
 from hyper_parallel.shard.region_check.check import (
     SKIP,
@@ -40,7 +41,6 @@ from hyper_parallel.shard.region_check.check import (
 )
 from hyper_parallel.shard.region_check.outcome import TOLERANCE, Outcome, SeenCall, Spread
 from hyper_parallel.shard.region_check.reduced_model import reduce
-from hyper_parallel.shard.sharded_model import ROW_AXES
 from hyper_parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def verdicts(
     vocabulary: int | None = None,
     together: tuple[int, ...] = (),
 ) -> dict[Kind, Comparison]:
-    """The comparisons of these kinds, cached; equal on all ranks that check together, of which the first one compares.
+    """The comparisons of these kinds, cached; equal on all ranks that check together; the first one compares.
 
     `model` and `vocabulary` are as of `compare`. A collective.
     """
@@ -161,7 +161,7 @@ def check_rows_of_call(
 
 def refuse_longer(model: nn.Module, strategy: Strategy, positions: int) -> None:
     """Let a model refuse rows of more than these positions, beside which others would be computed otherwise."""
-    # FSDP2 gives modules classes of its own.
+    # FSDP2 gives modules its own classes.
     name = type(without_adapters(model)).__name__.removeprefix("FSDP")
 
     def guard(forward: Forward, *args: Any, **kwargs: Any) -> Any:

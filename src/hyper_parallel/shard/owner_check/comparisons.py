@@ -93,7 +93,7 @@ def compare(
     *,
     kinds: tuple[Kind, ...] = KINDS,
     vocabulary: int | None = None,
-    spread: Spread | None = None,
+    spread: Spread,
 ) -> OwnerReport:
     """Compare a small copy of `model` with the owner's forward pass, on one device, in this process.
 
@@ -101,8 +101,6 @@ def compare(
     ids of a model that is not Transformers'. Nothing is cached. A family that the comparison cannot run is reported as
     not applicable, with the reason.
     """
-    from hyper_parallel.shard.parallelize import on_simulated_ranks
-
     reason = "it is no causal language model"
     size = vocabulary_of(model) or vocabulary
     if size is not None:
@@ -110,9 +108,7 @@ def compare(
             reason = "no copy of it is small enough"
             for small in reduce(model, make_plan(model, ALONE), ALONE):
                 template = with_few_keys(without_dropout(small.model))
-                subject = _Subject(
-                    template, spread or on_simulated_ranks, min(size, vocabulary_of(template) or size)
-                )
+                subject = _Subject(template, spread, min(size, vocabulary_of(template) or size))
                 try:
                     subject.logits([0], LENGTH)
                 # A copy may have sizes that the model's own code cannot do.
@@ -215,8 +211,8 @@ def _losses(
     next_token[:, -1] = IGNORED
     owner = subject.copied(precise=precise)
     # As its user calls it: it numbers positions itself.
-    asked = {"output_router_logits": True} if asks_for_router_logits(owner) else {}
-    output = call(owner, ids, None, labels=next_token if shifted else labels, **asked)
+    options = {"output_router_logits": True} if asks_for_router_logits(owner) else {}
+    output = call(owner, ids, None, labels=next_token if shifted else labels, **options)
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise _NoOwner("its forward pass takes labels and returns no loss")
@@ -230,7 +226,7 @@ def _losses(
 
 
 class _NoOwner(Exception):
-    """The model has no loss of its own to compare with."""
+    """The model has no loss to compare with."""
 
 
 def _outcome(model: nn.Module, loss: Tensor) -> Outcome:

@@ -284,7 +284,7 @@ def _mixes(draft: PlanBuilder, parent: str) -> bool:
 
 
 def _seen(module: nn.Module, parent: str, rowwise: str, given: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-    """What the last projection sees when the first ones return what is given."""
+    """The input of the last projection when the first ones return what is given."""
     kept, modes = dict(module._modules), {part: part.training for part in module.modules()}
     stub = StandIn(torch.zeros(1, _ROWS, _FEATURES))
     try:

@@ -102,7 +102,7 @@ class ExpertsPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to a model. Names are those of ``named_modules`` and ``named_parameters``."""
+    """The changes to a model. Names are those of ``named_modules`` and ``named_parameters``."""
 
     mesh: Mesh
     parameters: Mapping[str, ParameterPlan]
@@ -127,7 +127,7 @@ class Plan:
 
 
 def length_multiple(plan: Plan) -> int:
-    """What the number of positions of a row must be a multiple of."""
+    """The number that the positions of a row must be a multiple of."""
     multiple = (
         multiple_over_context(plan.context.ring, plan.context.ulysses) if plan.context is not None else 1
     )
@@ -201,13 +201,13 @@ class PlanBuilder:
         layout = Layout.replicated(self.mesh, tuple(parameter.shape))
         for dim, axis, parts in split:
             layout = layout.split(dim, axis, parts)
-        made = ParameterPlan(name, layout, storage or self.mesh.storage, summed, chosen)
-        if name in self._set_by and made != self.parameters[name]:
+        planned = ParameterPlan(name, layout, storage or self.mesh.storage, summed, chosen)
+        if name in self._set_by and planned != self.parameters[name]:
             raise StrategyError(
                 f"{module_name!r} and {self._set_by[name]!r} share the weight {name!r}, but their rules differ "
-                f"({made.layout} and {self.parameters[name].layout}); give both the same split in strategy.rules"
+                f"({planned.layout} and {self.parameters[name].layout}); give both the same split in strategy.rules"
             )
-        self.parameters[name] = made
+        self.parameters[name] = planned
         self._set_by[name] = module_name
         self._storage_dims[name] = storage_dim
 

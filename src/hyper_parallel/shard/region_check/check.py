@@ -76,7 +76,7 @@ def check_before_training(
     """Check a causal language model on random tokens. Returns False where its calls are not known yet.
 
     `model`: as it is before any strategy; it is not changed. `vocabulary`: of a model that is not Transformers'.
-    `together`: the ranks with this strategy, of which the first one checks; all by default. A collective of them.
+    `together`: the ranks with this strategy; the first one checks. All by default. A collective of them.
     Raises StrategyError on every one when the strategy is wrong.
     """
     if not needed(model, strategy):
@@ -92,8 +92,8 @@ def check_before_training(
 def refusal_before_training(
     model: nn.Module, strategy: Strategy, plan: Plan, spread: Spread, vocabulary: int
 ) -> str | None:
-    """Why `check_before_training` refuses the strategy on a model of so many token ids; None where it does not. Each
-    rank checks by itself."""
+    """Why `check_before_training` refuses the strategy on a model of `vocabulary` token ids; None where it does not.
+    Each rank checks by itself."""
     if not checks(strategy) or strategy.axes.world == 1:
         return None
     size = vocabulary_of(model) or vocabulary
@@ -143,7 +143,7 @@ def check_on_first_call(
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """What the first call of a parallelized model checks, for one that is captured instead. Raises StrategyError."""
+    """Check a captured call as the first call of a parallelized model is checked. Raises StrategyError."""
     before = model.__dict__.get(_BEFORE_CALL)
     if before is not None:
         before(args, kwargs)
@@ -185,7 +185,8 @@ def _decided(
 
 
 def agreed_verdict(check: Callable[[], Any], together: tuple[int, ...] = ()) -> Any:
-    """What `check` returns on the first of the ranks that check together, JSON-able, on every one of them."""
+    """The verdict that `check` returns on the first of the ranks that check together, JSON-able, on every one of
+    them."""
     _asked[together] += 1
     decides = together[0] if together else 0
     key, verdict = f"hyper-parallel/check/{','.join(map(str, together))}/{_asked[together]}", None
@@ -320,7 +321,7 @@ def vocabulary_of(model: nn.Module) -> int | None:
     found = getattr(text_config(model), "vocab_size", None)
     if not isinstance(found, int):
         return None
-    # A decoder of a translation model may have a table of its own size (Marian).
+    # A decoder of a translation model may have a table of another size (Marian).
     table = core.get_input_embeddings()
     return min(found, table.num_embeddings) if isinstance(table, nn.Embedding) else found
 

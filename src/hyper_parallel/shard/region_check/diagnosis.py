@@ -172,7 +172,7 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def unrepeatable(template: nn.Module, call: SampleCall, spread: Spread) -> str | None:
-    """Which modules draw numbers that depend on the state of a generator, in words; None where nothing does."""
+    """The modules that draw numbers by the state of a generator, in words; None where nothing does."""
     found: dict[str, str] = {}
     values: list[float] = []
     state = random.getstate()

@@ -19,7 +19,8 @@ from hyper_parallel.compat import fake_tensors
 from hyper_parallel.compat.dispatch import float64, leaves_of, mapped
 from hyper_parallel.compat.local_tensor import agreed, on_rank, one_device, per_rank, simulated_ranks
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss
-from hyper_parallel.shard.sharded_model import LOSS_AXES, ShardedModel, sharded
+from hyper_parallel.shard.process_mesh import LOSS_AXES
+from hyper_parallel.shard.sharded_model import ShardedModel, sharded
 from hyper_parallel.strategy import Strategy
 
 Spread = Callable[[nn.Module, Strategy], nn.Module]
@@ -99,7 +100,7 @@ def _written(template: nn.Module, handle: ShardedModel) -> dict[str, Tensor]:
 
 
 def worst(whole: Outcome, split: Outcome) -> Mismatch:
-    """What differs most between two outcomes of the same values."""
+    """The largest difference between two outcomes of the same values."""
     for name in whole.written.keys() | split.written.keys():
         one, many = whole.written.get(name), split.written.get(name)
         if one is None or many is None or one.shape != many.shape:
@@ -129,7 +130,7 @@ def worst(whole: Outcome, split: Outcome) -> Mismatch:
 
 
 def compared(template: nn.Module, strategy: Strategy, call: SampleCall, spread: Spread) -> Mismatch | None:
-    """What is wrong under a strategy; None where it computes what one device computes.
+    """The mistake of a strategy in words; None where it computes what one device computes.
 
     As `mismatch` decides.
     """
@@ -143,7 +144,7 @@ def compared(template: nn.Module, strategy: Strategy, call: SampleCall, spread: 
 
 
 def mismatch(both: Callable[[bool], tuple[Outcome, Outcome]]) -> Mismatch | None:
-    """What differs between two outcomes, computed in float32 or, `both(True)`, float64; None where nothing does.
+    """The difference between two outcomes, computed in float32 or, `both(True)`, float64; None where nothing does.
 
     float32 first; where it differs by more than `TOLERANCE`, float64 decides.
     """
@@ -188,7 +189,7 @@ class SampleCall(Protocol):
         ...
 
     def described(self) -> str:
-        """What the call is, for a digest: equal texts mean equal checks."""
+        """The description of the call, for a digest: equal texts mean equal checks."""
         ...
 
 

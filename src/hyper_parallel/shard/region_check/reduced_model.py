@@ -125,7 +125,7 @@ def same_plan(whole: Plan, small: Plan) -> bool:
 
 
 def _effects(plan: Plan) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """What a plan does, by kind and name of what it does it to; no sizes."""
+    """The effects of a plan, by kind and name of the module or parameter; no sizes."""
     context = plan.context
     ways = (context.method, context.ring > 1, context.ulysses > 1) if context is not None else ()
     return {
@@ -168,15 +168,15 @@ def _copy(model: nn.Module, prefix: int, factor: int) -> nn.Module | None:
     """A copy with random values on the CPU; None where it cannot be built."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            made = (
+            small = (
                 _from_config(model, prefix, factor) if is_transformers(model) else _from_module(model, prefix)
             )
     # Whatever the model's own code raises at sizes that it was not written for.
     except Exception:
         return None
-    if made is not None:
-        fill(made)
-    return made
+    if small is not None:
+        fill(small)
+    return small
 
 
 def _from_config(model: nn.Module, prefix: int, factor: int) -> nn.Module | None:
@@ -258,12 +258,12 @@ def _from_module(model: nn.Module, prefix: int) -> nn.Module:
     def on_host(x: Tensor) -> Tensor:
         return torch.zeros_like(x, device="cpu") if x.is_meta else x.detach().cpu().clone()
 
-    made = copied(model, empty, on_host)
+    reduced = copied(model, empty, on_host)
     if found and prefix and prefix < len(found[1]):
-        layers = made.get_submodule(found[0])
+        layers = reduced.get_submodule(found[0])
         assert isinstance(layers, nn.ModuleList)
         del layers[prefix:]
-    return made
+    return reduced
 
 
 def _refuse_large(parameters: Iterable[nn.Parameter]) -> None:

@@ -47,7 +47,7 @@ def unchanged() -> Iterator[None]:
 
 
 def digest(model: nn.Module, strategy: Strategy, call: SampleCall | None) -> str:
-    """Of the model's code and shapes, the strategy, the call, and the versions."""
+    """The digest of the model's code and shapes, the strategy, the call, and the versions."""
     parts = [
         _own_code(),
         torch.__version__,

@@ -314,7 +314,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class GatheredInput:
-    """What a region's products share as their input, and how autograd saves it while they run."""
+    """The input that a region's products share, and how autograd saves it while they run."""
 
     def __init__(self) -> None:
         self._saving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext

@@ -34,7 +34,7 @@ Gathered = Literal["keep", "mlp", "again"]
 
 @dataclass(frozen=True)
 class MlpShape:
-    """Of one MLP: h and e in features, and how many projections lead to e."""
+    """The shape of one MLP: h and e in features, and how many projections lead to e."""
 
     hidden: int
     between: int
@@ -175,7 +175,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Tensor2D:
-    """What 2D does inside the layers. Names are those of ``named_modules``."""
+    """The plan of 2D inside the layers. Names are those of ``named_modules``."""
 
     attentions: Mapping[str, Attention] = field(default_factory=dict)
     mlps: Mapping[str, Mlp] = field(default_factory=dict)

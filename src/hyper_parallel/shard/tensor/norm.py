@@ -155,8 +155,8 @@ def _trial(module: nn.Module, width: int, dtype: torch.dtype) -> tuple[torch.Ten
     scale = torch.logspace(-3, 1, _ROWS, dtype=torch.float64).unsqueeze(-1)
     x = ((draw(_ROWS, width) + 0.5) * scale).to(dtype).unsqueeze(0)
     with torch.no_grad():
-        made = clone(x)
-    return x, _values(clone, "weight"), _values(clone, "bias"), made
+        output = clone(x)
+    return x, _values(clone, "weight"), _values(clone, "bias"), output
 
 
 def _values(module: nn.Module, own: str) -> Any:
@@ -165,12 +165,12 @@ def _values(module: nn.Module, own: str) -> Any:
 
 
 def _error(
-    formula: Formula, width: int, x: torch.Tensor, weight: Any, bias: Any, made: torch.Tensor
+    formula: Formula, width: int, x: torch.Tensor, weight: Any, bias: Any, output: torch.Tensor
 ) -> tuple[float, float]:
     """The largest difference of a row over its largest element, and the share of elements that differ."""
     ours = formula(x, weight, bias, width, lambda part: part)
-    if ours.shape != made.shape or ours.dtype != made.dtype:
+    if ours.shape != output.shape or ours.dtype != output.dtype:
         return float("inf"), 1.0
-    off = (ours.double() - made.double()).abs()
-    worst = (off.amax(-1) / made.double().abs().amax(-1)).amax()
+    off = (ours.double() - output.double()).abs()
+    worst = (off.amax(-1) / output.double().abs().amax(-1)).amax()
     return float(worst) if bool(worst.isfinite()) else float("inf"), float((off > 0).double().mean())

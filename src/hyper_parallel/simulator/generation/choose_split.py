@@ -61,7 +61,7 @@ class WholeRun:
 
     @property
     def seconds(self) -> float:
-        """Of the whole workload."""
+        """Seconds of the whole workload."""
         return self.prompts + self.answers
 
     @property
@@ -194,7 +194,7 @@ class SplitQuestion:
 
     @property
     def sparse(self) -> Sparse:
-        """What decides how much a pass reads of experts and contexts."""
+        """The settings that decide how much a pass reads of experts and contexts."""
         work = self.work
         return Sparse(work.expert_skew, work.selected_tokens, work.selected_again)
 
@@ -204,7 +204,7 @@ class SplitQuestion:
         return max(loads(self.work, self.settings, self.model.split), key=lambda load: load.rows)
 
     def footprint(self, split: TierSplit) -> Footprint:
-        """What each tier holds."""
+        """Bytes that each tier holds."""
         model, work = self.model, self.work
         batch = min(self.settings.batch, -(-work.requests // model.split))
         selected = (

@@ -29,7 +29,7 @@ from hyper_parallel.workload.work import Work
 
 @dataclass(frozen=True)
 class Sparse:
-    """What decides how much of experts and contexts a pass reads, beside its load."""
+    """The settings that decide how much of experts and contexts a pass reads, beside its load."""
 
     skew: float = 0.0
     """As `GenerationWorkload.expert_skew`."""
@@ -69,7 +69,7 @@ class PassCost:
 
     @property
     def limit(self) -> str:
-        """What decides the bound."""
+        """The resource that decides the bound."""
         parts = {
             "bytes that must be read": self.reading,
             "FLOPs": self.computing,
@@ -148,13 +148,13 @@ class PassPricer:
         return distinct_experts(model.experts, model.chosen, tokens, self.sparse.skew, first) / away
 
     def seconds_of(self, op: PassOp, load: PassLoad, touched: float) -> float:
-        """Of an operator that is not attention."""
+        """Seconds of an operator that is not attention."""
         if op.collective is not None:
             return self._costs.collective_seconds(op.call(load.rows, load.answers))
         return self.work_seconds(op.work(load.rows, load.answers, touched))
 
     def work_seconds(self, work: Work) -> float:
-        """Of a kernel."""
+        """Seconds of a kernel."""
         return self._costs.seconds(Op(0, work.op, work=work))
 
     def context_bytes(self, layer: Layer, load: PassLoad) -> float:
@@ -210,7 +210,7 @@ class PassPricer:
         )
 
     def host_seconds(self, size: float) -> float:
-        """Seconds in which the host reads so many bytes of experts to compute with them."""
+        """Seconds in which the host reads these bytes of experts to compute with them."""
         return self.cluster.host_seconds(Work("optimizer", read=size), self.model.world) if size else 0.0
 
     def price(self, load: PassLoad) -> PassCost:
@@ -273,7 +273,7 @@ class PassPricer:
         return read, seconds
 
     def copy_seconds(self, size: float) -> float:
-        """Of one copy from the tier to the device."""
+        """Seconds of one copy from the tier to the device."""
         return self.cluster.copy_seconds(self.split.tier, "device", size, self.model.world) if size else 0.0
 
 

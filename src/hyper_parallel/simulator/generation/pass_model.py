@@ -119,7 +119,7 @@ class AttentionSizes:
 
 @dataclass(frozen=True)
 class Layer:
-    """What every layer of one kind does."""
+    """The work of every layer of one kind."""
 
     ops: tuple[PassOp, ...]
     weights: int

@@ -49,7 +49,7 @@ class _Writer:
         )
 
     def elementwise(self, name: str, count: int, read: float, written: float) -> Iterator[PassOp]:
-        """`count` operators that read and write so many elements of each row together."""
+        """Add `count` operators that together read and write these elements of each row."""
         for _ in range(count):
             yield PassOp(
                 name,
@@ -72,7 +72,7 @@ class _Writer:
             yield self.call("all_reduce", "tensor_x", self.tensor, self.size * self.shape.hidden)
 
     def call(self, kind: str, axis: str, ranks: int, given: float, answers: bool = False) -> PassOp:
-        """A collective of neighbouring ranks that give so many bytes of each row."""
+        """Add a collective of neighbouring ranks that give these bytes of each row."""
         found = Collective(kind, tuple(range(ranks)), 0, axis, axis)
         read = Affine(0, 0, given) if answers else Affine(0, given)
         return PassOp(kind, collective=found, read=read)
@@ -261,11 +261,11 @@ def _live(kinds: Sequence[Layer], hidden: int, size: int) -> tuple[tuple[Affine,
     for layer in kinds:
         before = Affine()
         for op in layer.ops:
-            made = op.fresh
+            fresh = op.fresh
             if op.role == "attention" and layer.attention is not None:
-                made = Affine(0, size * layer.attention.heads * layer.attention.value)
-            found.append((made, before))
-            before = made
+                fresh = Affine(0, size * layer.attention.heads * layer.attention.value)
+            found.append((fresh, before))
+            before = fresh
         found.append((Affine(), before))
     return tuple(found)
 

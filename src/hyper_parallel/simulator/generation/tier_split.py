@@ -23,7 +23,7 @@ BUFFERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class TierSplit:
-    """What lies away from the device, in the tier `tier`. The default is nothing."""
+    """The weights and pages in the tier `tier`. The default is none."""
 
     tier: str = "host"
     layers: int = 0
@@ -45,7 +45,7 @@ class TierSplit:
         return bool(self.layers or self.contexts or self.experts)
 
     def streamed(self, model: PassModel) -> tuple[bool, ...]:
-        """Of each layer, whether its weights are streamed."""
+        """Whether the weights of each layer are streamed."""
         count = len(model.order)
         return tuple((at + 1) * self.layers // count > at * self.layers // count for at in range(count))
 
@@ -110,7 +110,7 @@ def active_prompts(work: GenerationWorkload, split: int, batch: int) -> int:
 def footprint(
     model: PassModel, split: TierSplit, held: Held, workspace: float, selected: float = 0.0
 ) -> Footprint:
-    """What each tier holds. `workspace`: bytes of the largest pass; `selected`: bytes of contexts that sparse
+    """Bytes that each tier holds. `workspace`: bytes of the largest pass; `selected`: bytes of contexts that sparse
     attention keeps on the device; 0 without it."""
     streamed: list[Layer] = []
     if split.layers:

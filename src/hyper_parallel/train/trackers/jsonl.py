@@ -99,7 +99,7 @@ Record = Mapping[str, float]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is opened with."""
+    """The facts of a run that a tracker is opened with."""
 
     out: Path
     """The run's folder."""
