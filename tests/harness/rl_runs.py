@@ -94,6 +94,21 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
     return {one.name: handle.gather(one.local, one.layout).clone() for one in handle.parameters()}
 
 
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """Every weight of the model without adapters, whole, with W + s B A in place of W."""
+    whole, found = whole_weights(model), {}
+    for name, value in whole.items():
+        layer, base, kind = name.partition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        if base and kind == "weight":
+            scale = model.get_submodule(layer).scaling["default"]
+            a, b = (whole[f"{layer}.lora_{factor}.default.weight"] for factor in "AB")
+            value = value + b @ a * scale
+        found[name.removeprefix("base_model.model.").replace(".base_layer.", ".")] = value
+    return found
+
+
 def plain_loop(rank: int, world: int, data: dict[str, Any]) -> dict[str, Tensor]:
     """A synchronous run without controller, queue, transfers or groups: generate, score, train, copy; on every rank."""
     config = RLConfig.model_validate(data)
@@ -163,8 +178,8 @@ def saved_tensors(checkpoint: str) -> dict[str, Tensor]:
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Whole weights into a model with another layout."""
-    whole = whole_weights(source)
+    """Whole weights, adapters merged, into a model with another layout."""
+    whole = merged_weights(source)
     with torch.no_grad():
         for name, local in local_tensors(target).items():
             if is_sharded(target):

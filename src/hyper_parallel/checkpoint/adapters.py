@@ -69,6 +69,18 @@ def merge_state(model: nn.Module) -> dict[str, Any] | None:
     return {"scales": scales, "transposed": transposed} if scales else None
 
 
+def merged_weight(
+    value: torch.Tensor, change: torch.Tensor, magnitude: torch.Tensor | None = None, *, across: bool = False
+) -> torch.Tensor:
+    """A layer's weight with its adapter, in the dtype of `value`. `change`: s B A as the layer keeps its weight;
+    `magnitude`: DoRA's, [out], for which `value` is whole; `across`: the weight is [in, out]."""
+    merged = value.float() + change.float()
+    if magnitude is not None:
+        factor = magnitude.float() / torch.linalg.norm(merged, dim=0 if across else 1)
+        merged = merged * (factor if across else factor.unsqueeze(1))
+    return merged.to(value.dtype)
+
+
 class ModelTensors:
     """The model's tensors of a checkpoint, by their names in the plain model with the prefix ``model.``.
 
@@ -144,11 +156,9 @@ class ModelTensors:
         a, b = (self._read(f"{layer}.lora_{factor}.default.weight").float() for factor in "AB")
         change = (b @ a) * self._scales[layer]
         across = layer in self._transposed
-        merged = value.float() + (change.mT if across else change)
-        if (magnitude := f"{layer}{MAGNITUDE}default.weight") in self._source.tensors:
-            factor = self._read(magnitude).float() / torch.linalg.norm(merged, dim=0 if across else 1)
-            merged = merged * (factor if across else factor.unsqueeze(1))
-        return merged.to(value.dtype)
+        name = f"{layer}{MAGNITUDE}default.weight"
+        magnitude = self._read(name) if name in self._source.tensors else None
+        return merged_weight(value, change.mT if across else change, magnitude, across=across)
 
     def _read(self, name: str) -> torch.Tensor:
         return read_whole(self._source, name)

@@ -108,7 +108,18 @@ def generate(
         elif source is not None and out is not None:
             from hyper_parallel.inference.batch import run_batch
 
-            run_batch(folder, source, out, settings.inference, settings.strategy.memory)
+            _use_threads(settings)
+            run_batch(
+                folder, source, out, settings.inference, settings.strategy.memory, settings.launch.device
+            )
+
+
+def _use_threads(settings: GenerateConfig) -> None:
+    """Compute in this process with as many threads as the file says."""
+    if settings.launch.threads is not None:
+        import torch
+
+        torch.set_num_threads(settings.launch.threads)
 
 
 def _on_workers(settings: GenerateConfig) -> bool:
@@ -172,6 +183,8 @@ def _answer(model: Path, prompt: str | None, chat: str | None, settings: Generat
     from hyper_parallel.inference import Generator
     from hyper_parallel.inference.batch import prompt_of
 
-    with Generator(model, memory=settings.strategy.memory, **settings.inference.model_dump()) as generator:
+    _use_threads(settings)
+    memory, device = settings.strategy.memory, settings.launch.device
+    with Generator(model, memory=memory, device=device, **settings.inference.model_dump()) as generator:
         for answer in generator([prompt_of(prompt, chat)]):
             click.echo(answer.text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from hyper_parallel.config.inference import GenerationWorkload, Inference, PredictedInference
 from hyper_parallel.config.launch import LaunchConfig, Wording
@@ -26,8 +26,22 @@ def published(name: str) -> dict[str, Any]:
     return {"config": {**to_config(shape(name)), "dtype": "bfloat16"}}
 
 
+def _generates(model: ModelConfig) -> ModelConfig:
+    """Raise ValueError for a key of training, which would be ignored."""
+    if model.adapter is not None:
+        raise ValueError(
+            "'adapter' is trained, and generation takes the weights as they are, those of a run with its adapters "
+            "merged; leave it out"
+        )
+    if model.attention != "auto":
+        raise ValueError("'attention' is for training, and generation has attention of its own; leave it out")
+    return model
+
+
 PredictedModel = Annotated[
-    ModelConfig, BeforeValidator(lambda given: published(given) if isinstance(given, str) else given)
+    ModelConfig,
+    BeforeValidator(lambda given: published(given) if isinstance(given, str) else given),
+    AfterValidator(_generates),
 ]
 """A published model by its name, a config, or a folder."""
 
@@ -211,6 +225,12 @@ class PlannedGeneration(Section):
     workload: GenerationWorkload = GenerationWorkload()
     """The requests."""
 
+    @model_validator(mode="after")
+    def _generation_uses_it(self) -> PlannedGeneration:
+        if not self.strategy.open:
+            check_strategy(self.strategy)
+        return self
+
 
 def load_plan(overrides: Sequence[str] = ()) -> PlannedGeneration:
     """From overrides such as ``"workload.prompt_tokens=4096"``. Raises ConfigError as `load` does."""
@@ -236,6 +256,12 @@ class GenerationRun(Section):
     """How requests share the device."""
     workload: GenerationWorkload = GenerationWorkload()
     """The requests."""
+
+    @model_validator(mode="after")
+    def _generation_uses_it(self) -> GenerationRun:
+        if not self.strategy.open:
+            check_strategy(self.strategy)
+        return self
 
 
 def load_generation(given: str, overrides: Sequence[str] = ()) -> GenerationRun:

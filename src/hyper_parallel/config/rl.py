@@ -12,6 +12,7 @@ from hyper_parallel.config.launch import LaunchConfig, Wording
 from hyper_parallel.config.load import load_file
 from hyper_parallel.config.model import ModelConfig
 from hyper_parallel.config.rl_roles import RoleConfig, Roles
+from hyper_parallel.config.rl_unused import unused
 from hyper_parallel.config.run import CheckpointConfig, Tracker
 from hyper_parallel.config.train import AdamWConfig, OptimizerConfig, ScheduleConfig, with_a_name
 from hyper_parallel.strategy.section import NonNegative, PathText, Section
@@ -51,6 +52,10 @@ class CriticTraining(Section):
 
 class RLTraining(Section):
     """The algorithm and its objective."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "profile": "it measures the operators of a captured step, and an actor runs the model's own code; leave it out"
+    }
 
     algorithm: Algorithm = "grpo"
     """GRPO (arXiv 2402.03300), DAPO (2503.14476), RLOO (2402.14740), REINFORCE++ (2501.03262) or PPO (1707.06347)."""
@@ -371,6 +376,12 @@ class RLConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _every_key_is_used(self) -> RLConfig:
+        if (line := unused(self)) is not None:
+            raise ValueError(line)
+        return self
+
     @property
     def takes_turns(self) -> bool:
         """Whether the actor's devices have another role, beside PPO's critic."""
@@ -384,7 +395,10 @@ class RLConfig(Section):
 
     @property
     def shares_model(self) -> bool:
-        """Whether the rollout generates with the actor's own model: on the same devices, with the same axes."""
+        """Whether the rollout generates with the actor's own model: on the same devices, with the same axes, and
+        without adapters, which are merged for it."""
+        if self.model.adapter is not None:
+            return False
         actor, rollout = self.roles.actors, self.roles.rollouts
         same = rollout.placed == actor.placed and rollout.spread.axes == actor.strategy.axes
         return same and rollout.spread.rules == actor.strategy.rules

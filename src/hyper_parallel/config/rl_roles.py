@@ -6,7 +6,8 @@ the run. What is written of strategies stays; the actor's open data axis takes t
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
@@ -75,6 +76,16 @@ class RoleConfig(Section):
 
 _OF_A_GRAPH = ("device", "host", "pool", "flash", "update", "cluster", "expert_load")
 """Keys of `strategy.memory` that only a captured step honours."""
+_PLANNED = "is for the planner of training steps, and 'roles.split: auto' measures"
+_OF_A_STEP = {
+    "context": "section 'context' is the method of axes.context, under which no role runs",
+    "overlap": "section 'overlap' schedules the collectives of a captured step, and a role runs the model's own code",
+    "expert_balance": "'expert_balance' moves experts between the steps of `train`",
+    "cluster": f"'cluster' {_PLANNED}",
+    "tries": f"'tries' {_PLANNED}",
+    "tries_seconds": f"'tries_seconds' {_PLANNED}",
+}
+"""Keys of `strategy` that no role honours, with the reason."""
 
 
 def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
@@ -93,6 +104,9 @@ def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
         raise ValueError(
             f"the axes multiply to {strategy.world}, and the devices are {len(devices)}; make them equal"
         )
+    for key, reason in _OF_A_STEP.items():
+        if getattr(strategy, key) != Strategy.model_fields[key].get_default():
+            raise ValueError(f"{reason}; leave it out")
     memory, plain = strategy.memory, Memory()
     for key in _OF_A_GRAPH:
         if getattr(memory, key) != getattr(plain, key):
@@ -102,8 +116,16 @@ def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
             )
 
 
+_OWN_CODE = (
+    "a role runs the model's own code: the lengths of answers differ from update to update, and each would be another "
+    "graph to capture; leave it out"
+)
+
+
 class TrainedRole(RoleConfig):
     """A model that is trained, or scores as one that is."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {"engine": _OWN_CODE, "compile": _OWN_CODE}
 
     @model_validator(mode="after")
     def _runs(self) -> TrainedRole:

@@ -87,10 +87,6 @@ def strategy_of(config: GenerationRun) -> Strategy:
         raise ConfigError(
             "strategy: axes or budgets that are 'auto' are chosen by hyper-parallel plan --generate; write them out"
         )
-    if strategy.precision != Precision():
-        raise ConfigError(
-            "strategy.precision: generation computes in the model's own dtype (model.config.dtype); leave it out"
-        )
     refuse_axes(strategy)
     return strategy.model_copy(update={"check": False, "memory": Memory()})
 

@@ -111,14 +111,19 @@ class Batch:
 
 
 def run_batch(
-    model: Path, source: Path, out: Path, settings: Inference, memory: GenerationMemory | None = None
+    model: Path,
+    source: Path,
+    out: Path,
+    settings: Inference,
+    memory: GenerationMemory | None = None,
+    device: str = "auto",
 ) -> None:
     """Answer what is missing, in this process. Raises what `Batch` and `Generator` do, and FaultError if the disk is
     full."""
     batch = Batch(model, source, out, settings)
     unused: Sequence[str] = ()
     if batch.missing:
-        with Generator(model, memory=memory, **settings.model_dump()) as generator:
+        with Generator(model, memory=memory, device=device, **settings.model_dump()) as generator:
             requests = batch.requests(generator)
             with batch.writing(generator.moved) as deliver:
                 for place, answer in generator.run(requests):

@@ -53,6 +53,7 @@ class Generator:
         *,
         strategy: Strategy | None = None,
         memory: GenerationMemory | Mapping[str, Any] | None = None,
+        device: str = "auto",
         **settings: Any,
     ) -> None:
         """`model`: a Transformers model, or a folder: one that `save_pretrained` or `export` wrote, a run's, or a
@@ -60,7 +61,8 @@ class Generator:
         Transformers' fast tokenizer; a folder has its own. `strategy`: how a folder's model is spread over the ranks of
         the process group, of which each loads its own shards; every rank then makes the Generator and calls it with the
         same prompts. `memory`: a byte budget, the keys of the section `strategy.memory`; until `close` the weights of a
-        model in memory belong to the Generator. `settings`: keys of the `inference` section.
+        model in memory belong to the Generator. `device`: the kind of device of a folder's model without a strategy,
+        as `launch.device` has it. `settings`: keys of the `inference` section.
 
         Raises UnsupportedModelError for a model that cannot be generated with, CheckpointError or ConfigError for a
         folder that cannot be read or a budget that is too small, StrategyError for a strategy that does not fit.
@@ -81,10 +83,10 @@ class Generator:
         elif strategy is not None and strategy.axes.world > 1:
             self.model, self.tokenizer = load_shards(_folder(model), without_context(strategy))
         elif budget.device is None:
-            self.model, self.tokenizer = load(_folder(model))
+            self.model, self.tokenizer = load(_folder(model), device)
             column_major(self.model, BLOCK)
         else:
-            self.model, self.tokenizer, self.memory = load_within(_folder(model), budget)
+            self.model, self.tokenizer, self.memory = load_within(_folder(model), budget, device)
         self._config = check_model(self.model)
         size = strategy.axes.context if strategy is not None else 1
         self.replica = Replica.of(self.model, size)

@@ -46,16 +46,16 @@ def located(folder: Path) -> Path:
     return folder if (folder / "config.json").is_file() else find(folder, log.warning)
 
 
-def load(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
-    """The model, on this machine's device, and its tokenizer, None where the folder has none.
+def load(folder: Path, device: str = "auto") -> tuple[nn.Module, Tokenizer | None]:
+    """The model, on this machine's device of a kind, and its tokenizer, None where the folder has none.
 
-    Raises ConfigError or CheckpointError for a folder that holds no model.
+    Raises ConfigError or CheckpointError for a folder that holds no model, LaunchError for a device that is not there.
     """
     found = located(folder)
     if (found / "config.json").is_file():
-        return _read(found)
+        return _read(found, device)
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as temporary:
-        return _read(export(found, Path(temporary) / "model"))
+        return _read(export(found, Path(temporary) / "model"), device)
 
 
 def identity(found: Path) -> list[Any]:
@@ -67,7 +67,9 @@ def identity(found: Path) -> list[Any]:
     ]
 
 
-def load_within(folder: Path, memory: GenerationMemory) -> tuple[nn.Module, Tokenizer | None, MemoryBudget]:
+def load_within(
+    folder: Path, memory: GenerationMemory, device: str = "auto"
+) -> tuple[nn.Module, Tokenizer | None, MemoryBudget]:
     """As `load`, with the weights in the tiers of a budget; never more of them in memory than it says.
 
     Raises TierError for a tier that cannot be opened, besides what `load` raises.
@@ -80,7 +82,7 @@ def load_within(folder: Path, memory: GenerationMemory) -> tuple[nn.Module, Toke
         return (
             model,
             tokenizer_of(found),
-            MemoryBudget(model, source, memory, backend().device(0), restore=False),
+            MemoryBudget(model, source, memory, backend(device).device(0), restore=False),
         )
 
 
@@ -105,9 +107,9 @@ def _config_and_dtype(folder: Path) -> tuple[Any, torch.dtype]:
         return hf, hf.dtype or files.dtype() or torch.float32
 
 
-def _read(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
+def _read(folder: Path, device: str) -> tuple[nn.Module, Tokenizer | None]:
     read_config(folder)
-    return _from_pretrained(folder).to(backend().device(0)), tokenizer_of(folder)
+    return _from_pretrained(folder).to(backend(device).device(0)), tokenizer_of(folder)
 
 
 def _from_pretrained(folder: Path) -> nn.Module:

@@ -100,6 +100,7 @@ def roles_of(config: RLConfig, layout: RoleLayout) -> Roles:
             # In the order of the actor's axes, so that equal degrees are equal axes, and the model is shared.
             axes = dict.fromkeys(config.roles.actor.strategy.axes.model_dump(mode="json"), 1)
         axes["replicate"] *= layout.rollout // engine.world
+        data["rollout"]["threads"] = None  # the actor's workers have its own
     if actor is None or layout.rollout % engine.world:
         raise ConfigError(
             f"roles: {layout.words} does not go with the strategies that are written; put 'roles' and rl.prompts back, "
@@ -114,6 +115,12 @@ def roles_of(config: RLConfig, layout: RoleLayout) -> Roles:
         "strategy": {**engine.model_dump(mode="json"), "axes": axes},
     }
     return Roles.model_validate(data)
+
+
+def on_layout(config: RLConfig, layout: RoleLayout) -> RLConfig:
+    """The run with the devices of a layout written out: their number, `launch.workers`, is in the roles then."""
+    launch = config.launch.model_copy(update={"workers": None})
+    return config.model_copy(update={"roles": roles_of(config, layout), "launch": launch})
 
 
 def _engine(config: RLConfig) -> GenerationStrategy:

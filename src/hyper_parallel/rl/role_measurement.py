@@ -26,7 +26,7 @@ from hyper_parallel.rl.controller.warm_up import warm_up
 from hyper_parallel.rl.controller.workers import HOST, RoleGroup, WeightSync, do, groups_of
 from hyper_parallel.rl.environments import prompt_fields
 from hyper_parallel.rl.queue import StalenessQueue
-from hyper_parallel.rl.role_layouts import Candidates, Measured, RoleLayout, RoleTimes, Wave, roles_of
+from hyper_parallel.rl.role_layouts import Candidates, Measured, RoleLayout, RoleTimes, Wave, on_layout
 from hyper_parallel.rl.sample import Prompted, Sample, has_reward_variance
 
 ROUNDS = 4
@@ -95,7 +95,7 @@ class Measurement:
 
     def _in(self, layout: RoleLayout) -> RoleTimes:
         """One layout's times, on workers that live as long."""
-        config = self._config.model_copy(update={"roles": roles_of(self._config, layout)})
+        config = on_layout(self._config, layout)
         plans = groups_of(config)
         workers = len({device for plan in plans for device in plan.devices})
         with self._engine() as engine:

@@ -25,6 +25,7 @@ from hyper_parallel.rl.role_layouts import (
     Measured,
     RoleLayout,
     candidates_of,
+    on_layout,
     pass_law,
     roles_of,
     simulation_of,
@@ -57,7 +58,7 @@ def plan_split(
 
 def resolved(config: RLConfig, choice: Choice) -> RLConfig:
     """The run with the devices of its roles."""
-    return config.model_copy(update={"roles": roles_of(config, choice.layout)})
+    return on_layout(config, choice.layout)
 
 
 def choose_split(
@@ -208,8 +209,7 @@ def write_split(
     """`folder`: of the run file. Raises OSError."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    settled = config.model_copy(update={"roles": roles_of(config, choice.layout)})
-    write_run(settled, folder, (choice.line, f"The times are in {SPLIT}."))
+    write_run(resolved(config, choice), folder, (choice.line, f"The times are in {SPLIT}."))
     publish(
         out / SPLIT, (json.dumps(_described(config, choice, candidates, measured), indent=1) + "\n").encode()
     )

@@ -51,14 +51,16 @@ def trained(rank: int, world: int, data: dict[str, Any]) -> dict[str, Any]:
     return {"gradients": gradients, "logprobs": before, "metrics": metrics}
 
 
-def plain(config: RLConfig) -> tuple[dict[str, Tensor], float, list[list[float]]]:
+def plain_gradients(
+    config: RLConfig, weights: dict[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], float, list[list[float]]]:
     """GRPO's loss (arXiv 2402.03300, equation 3), RLOO's (2402.14740) or GSPO's (2507.18071, section 4), written out
-    for one answer after the other."""
+    for one answer after the other. `weights`: whole ones, the run's without."""
     actor = actor_of(config)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(actor.model.config)
-    model.load_state_dict(whole_weights(actor.model), strict=False)
+    model.load_state_dict(weights or whole_weights(actor.model), strict=False)
     samples = samples_of(config)
     rewards = torch.tensor([one.reward for one in samples]).view(-1, config.rl.group)
     if config.rl.algorithm == "rloo":
@@ -100,7 +102,7 @@ def test_gradients_are_those_of_one_device(axes: dict[str, int], kind: dict[str,
         rl={**rl, "steps": 1, "micro_batch": micro, "grad_clip": None},
         roles={"actor": {"devices": "0-1", "strategy": {"axes": axes}}},
     )
-    expected, loss, logprobs = plain(rl_config(tmp_path, rl=rl))
+    expected, loss, logprobs = plain_gradients(rl_config(tmp_path, rl=rl))
     for got in run_ranks(trained, 2, config.model_dump(mode="json")):
         assert got["metrics"]["loss"] == pytest.approx(loss, abs=1e-6)
         for own, other in zip(got["logprobs"], logprobs, strict=True):

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.checkpoint import Piece
+from hyper_parallel.checkpoint.adapters import STATE as LORA
+from hyper_parallel.checkpoint.adapters import merge_state
 from hyper_parallel.checkpoint.reader import read
 from hyper_parallel.checkpoint.verify import newest
 from hyper_parallel.checkpoint.writer import Writer
@@ -328,6 +330,7 @@ class ActorCheckpoints:
                 "actor": self._actor.state(),
                 "config": self._config.model_dump(mode="json"),
                 "model_config": self._actor.model_config,
+                **({LORA: merge} if (merge := merge_state(self._actor.model)) is not None else {}),
             },
             assets=self._actor.assets if self._actor.handle.rank == 0 else {},
         )

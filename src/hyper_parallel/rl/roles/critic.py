@@ -24,6 +24,7 @@ from hyper_parallel.rl.roles.policy_update import (
     update,
 )
 from hyper_parallel.rl.sample import Sample
+from hyper_parallel.rl.weights.merged_adapters import sent_tensors
 from hyper_parallel.shard import init_weights, parallelize, sharded
 from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.step.optimizer import build_optimizer
@@ -46,8 +47,8 @@ class Critic:
         self.optimizer = build_optimizer(self.model, given.model_copy(update={"lr": config.rl.critic.lr}))
 
     def copy(self, policy: nn.Module) -> None:
-        """Take the policy's layers, and a head of zeros."""
-        given = {one.name: one.local for one in sharded(policy).owned()}
+        """Take the policy's layers, their adapters merged, and a head of zeros."""
+        given = sent_tensors(policy)
         with torch.no_grad():
             for one in self.handle.owned():
                 if one.name in given:

@@ -25,6 +25,7 @@ from hyper_parallel.rl.roles.rollout import Rollout
 from hyper_parallel.rl.roles.sleep import RoleMemory, Turn
 from hyper_parallel.rl.sample import Prompted, Sample
 from hyper_parallel.rl.weights.description import Description
+from hyper_parallel.rl.weights.merged_adapters import has_adapters, sent_tensors
 from hyper_parallel.rl.weights.plan import plan_weights
 from hyper_parallel.rl.weights.transfer import Meeting, WeightTransfer, connect, describe, local_tensors
 from hyper_parallel.shard import load_weights
@@ -66,7 +67,8 @@ class RoleHost:
             self._memory.add("optimizer", actor.update_state, needed={"train"}, leaves={"generate"})
         if "reference" in roles:
             strategy = config.roles.references.strategy
-            self._reference = trained_policy(config, tokenizer, strategy, worker.device).requires_grad_(False)
+            reference = trained_policy(config, tokenizer, strategy, worker.device, adapted=False)
+            self._reference = reference.requires_grad_(False)
             self._memory.add(
                 "reference",
                 lambda: local_tensors(self._reference).values(),
@@ -358,8 +360,9 @@ class WeightLinks:
             plan,
             rank,
             Meeting(**meeting),
-            source=(lambda: local_tensors(gives)) if gives is not None else None,
+            source=(lambda: sent_tensors(gives)) if gives is not None else None,
             target=(lambda: local_tensors(takes)) if takes is not None else None,
+            computed=gives is not None and has_adapters(gives),
             seconds=seconds,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.tasks import VOCABULARY
 from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.forward import inference
+from hyper_parallel.shard.lora_adapters import adapted_layers, base_of, name_in_base
 from hyper_parallel.shard.plan.plan import length_multiple
+from hyper_parallel.step.adapters import with_adapters
 from hyper_parallel.step.build import causal_model, transformers_config
 from hyper_parallel.strategy import Memory, Precision, Strategy
 
@@ -87,19 +90,34 @@ def _transformers_config(config: RLConfig, tokenizer: Tokenizer) -> Any:
 
 
 def trained_policy(
-    config: RLConfig, tokenizer: Tokenizer, strategy: Strategy, device: torch.device
+    config: RLConfig, tokenizer: Tokenizer, strategy: Strategy, device: torch.device, *, adapted: bool = True
 ) -> nn.Module:
-    """The parallelized model with its values, on every rank. Raises StrategyError besides."""
-    dtype = getattr(torch, strategy.precision.param)
-    model = parallelize(policy_on_meta(config, tokenizer, dtype), strategy)
+    """The parallelized model with its values, on every rank; with the run's adapters unless not `adapted`. Raises
+    StrategyError besides, and ConfigError for adapters that do not fit the model."""
+    model = policy_on_meta(config, tokenizer, getattr(torch, strategy.precision.param))
+    if adapted and config.model.adapter is not None:
+        model = with_adapters(model, config.model.adapter)
+        _refuse_tied(model)
+    model = parallelize(model, strategy)
     fill(model, config, device)
     return model
+
+
+def _refuse_tied(model: nn.Module) -> None:
+    """Raise ConfigError for an adapter on a weight that the model has in two places: a rollout has it once."""
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, layer in adapted_layers(model):
+        if uses[base_of(layer).weight] > 1:  # type: ignore[index]
+            raise ConfigError(
+                f"model.adapter.targets: the weight of {name_in_base(name, model)!r} is tied to another one, and a "
+                "rollout has both as one; leave it out of targets"
+            )
 
 
 def fill(model: nn.Module, config: RLConfig, device: torch.device) -> None:
     """Give a parallelized model on the meta device its values: the folder's, or new ones of the run's seed."""
     if config.model.folder is not None:
-        load_weights(model, config.model.folder, device)
+        load_weights(model, config.model.folder, device, config.seed)
     else:
         init_weights(model, config.seed, device)
 
@@ -118,9 +136,9 @@ def rollout_model(config: RLConfig, tokenizer: Tokenizer, device: torch.device) 
         column_major(model, BLOCK)
         return model.eval()
     model = policy_on_meta(config, tokenizer, dtype)
-    strategy = Strategy(axes=given.axes, placement=given.placement, rules=given.rules).model_copy(
-        update={"precision": Precision(param=one, compute=one, reduce=one), "memory": Memory()}
-    )
+    strategy = Strategy(
+        axes=given.axes, placement=given.placement, rules=given.rules, check=given.check
+    ).model_copy(update={"precision": Precision(param=one, compute=one, reduce=one), "memory": Memory()})
     parallelize(model, strategy)
     fill(model, config, device)
     return model.eval()

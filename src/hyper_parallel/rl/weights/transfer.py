@@ -33,6 +33,7 @@ from hyper_parallel.rl.weights.description import Description, Parameter
 from hyper_parallel.rl.weights.exchange import Exchange, Key, Link
 from hyper_parallel.rl.weights.payload import box_of, torch_dtype
 from hyper_parallel.rl.weights.plan import WeightPlan
+from hyper_parallel.shard.lora_adapters import name_in_base
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 
 Tensors = Callable[[], Mapping[str, Tensor]]
@@ -46,6 +47,7 @@ def connect(
     *,
     source: Tensors | None = None,
     target: Tensors | None = None,
+    computed: bool = False,
     seconds: float = 60.0,
     version: int = -1,
 ) -> WeightTransfer:
@@ -53,6 +55,8 @@ def connect(
 
     `rank`: of the plan. `source` and `target`: this rank's parameters in the roles that it has. `seconds`: the time for
     the meeting, and then for each transfer. `version`: of the weights that the target has, -1 for none that were sent.
+    `computed`: the source's tensors are computed by all its ranks when they are asked for, so that they are first
+    compared with the plan when a version is sent.
 
     Raises WeightsError when the ranks have not all come in time.
     """
@@ -73,7 +77,9 @@ def connect(
             f"{error}; {ranks} need the same plan, address and epoch"
         ) from error
     link = Link(plan=plan, rank=rank, group=group, epoch=meeting.epoch)
-    return WeightTransfer(link, source=source, target=target, seconds=seconds, version=version)
+    return WeightTransfer(
+        link, source=source, target=target, computed=computed, seconds=seconds, version=version
+    )
 
 
 class WeightTransfer:
@@ -85,6 +91,7 @@ class WeightTransfer:
         *,
         source: Tensors | None = None,
         target: Tensors | None = None,
+        computed: bool = False,
         seconds: float = 60.0,
         version: int = -1,
     ) -> None:
@@ -107,7 +114,7 @@ class WeightTransfer:
             "source": _expected(self.plan.source, 0, self.rank),
             "target": _expected(self.plan.target, self.plan.target_rank(0), self.rank),
         }
-        for tensors, side in ((source, "source"), (target, "target")):
+        for tensors, side in ((None if computed else source, "source"), (target, "target")):
             if tensors is not None:
                 self._read(tensors, side)
 
@@ -274,7 +281,7 @@ class Meeting:
 
 
 def describe(model: nn.Module, role: str, world: int = 1) -> Description:
-    """The parameters of a role's model; the same on all its ranks.
+    """The parameters of a role's model, those of its base with adapters merged; the same on all its ranks.
 
     `model`: one that `parallelize` returned, or any other, of which each of the role's `world` ranks holds a copy.
     Experts that are placed anew by their loads change it: ask again afterwards.
@@ -292,12 +299,13 @@ def describe(model: nn.Module, role: str, world: int = 1) -> Description:
         ]
     parameters = tuple(
         Parameter(
-            name=name,
+            name=plain,
             layout=_on_ranks(layout, world),
             dtype=str(dtype).removeprefix("torch."),
             groups=groups or (tuple(range(world)),),
         )
         for name, layout, dtype, groups in listed
+        if (plain := name_in_base(name, model)) is not None
     )
     return Description(role=role, world=world, parameters=parameters, ties=_ties(model))
 
@@ -322,7 +330,8 @@ def _ties(model: nn.Module) -> dict[str, str]:
     """Second and further names of parameters to their first."""
     first: dict[int, str] = {}
     ties = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
+    for own, parameter in model.named_parameters(remove_duplicate=False):
+        name = name_in_base(own, model)
+        if name is not None and first.setdefault(id(parameter), name) != name:
             ties[name] = first[id(parameter)]
     return ties
