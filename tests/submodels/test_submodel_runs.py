@@ -98,7 +98,7 @@ def test_what_a_run_with_submodels_cannot_do_is_refused(place: Path) -> None:
         return str(caught.value)
 
     assert "set train.engine to graph" in refusal(train={"engine": "eager"})
-    assert "neither compiled nor measured" in refusal(train={"compile": True})
+    assert "which is not compiled" in refusal(train={"compile": True})
     assert "memory.device does not work" in refusal(
         strategy={**file["strategy"], "memory": {"device": "1GiB", "host": "1GiB"}}
     )

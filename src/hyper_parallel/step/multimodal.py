@@ -71,7 +71,7 @@ def check_run(config: RunConfig) -> None:
         )
     if train.compile is True:
         raise ConfigError(f"train.compile: {EAGER}, and only captured steps are compiled; set it to false")
-    if train.profile is not None:
+    if train.profile is not None and not strategy.submodels:
         raise ConfigError(f"train.profile: {EAGER}, and only captured steps are measured; leave it out")
     if config.model.adapter is not None:
         raise ConfigError("model.adapter is not proved with rows of images or sound yet; leave it out")

@@ -148,7 +148,7 @@ class _Run:
             conversations=parts.built.text.conversations,
             skipped=state.skipped,
             budget=None if parts.budget_meter is None else parts.budget_meter.use(),
-            profile=None if parts.profiling is None else parts.profiling.written,
+            profile=getattr(parts.profiling or parts.traces, "written", None),
         )
 
     def _sample(self, step: int) -> str | None:
