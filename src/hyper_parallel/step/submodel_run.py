@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, TrainingData
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.loss import IGNORED, valid_tokens
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.submodels import Submodels, submodels
@@ -44,7 +45,7 @@ class SubmodelBatches:
         self._length = data.train.positions(range(len(data.train)))
         self._held_out_length = data.eval.positions(range(len(data.eval))) if len(data.eval) else 0
         self._one = functools.lru_cache(maxsize=2 * batch)(lambda row: self._made((row,)))
-        core: Any = model
+        core: Any = without_adapters(model)
         self._rope = getattr(getattr(core, core.base_model_prefix, None), "get_rope_index", None)
         self.data_index = 0
         """Of this rank in its submodel, once that is known."""
