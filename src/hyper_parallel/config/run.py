@@ -178,11 +178,10 @@ class RunConfig(Section):
     def _submodels_need_the_graph(self) -> RunConfig:
         if not self.strategy.submodels or self.open or not self.effective_strategy.submodels:
             return self
-        train, refused = self.train, "'strategy.submodels': parts are cut from a captured step"
-        if train.engine != "graph":
-            raise ValueError(f"{refused}; set train.engine to graph")
-        if train.compile is True:
-            raise ValueError(f"{refused}, which is not compiled; leave compile out")
+        if self.train.engine != "graph":
+            raise ValueError(
+                "'strategy.submodels': parts are cut from a captured step; set train.engine to graph"
+            )
         self._refuse_compared()
         return self
 
@@ -194,11 +193,6 @@ class RunConfig(Section):
         if train.engine != "graph":
             raise ValueError(
                 "'axes.pipeline': stages are cut from the captured step; set train.engine to graph, or leave the "
-                "pipeline out"
-            )
-        if train.compile is True:
-            raise ValueError(
-                "'train.compile: true' does not compile the stages of a pipeline yet; set it to false, or leave the "
                 "pipeline out"
             )
         self._refuse_compared()

@@ -161,7 +161,7 @@ class SampleConfig(Section):
 
     prompt: str | None = None
     """The text to continue; for conversations, the user's message. Default: the first held-out (or training)
-    document up to its first answer, or `def ` where the text has no answers.
+    document up to its first answer, with its images and sound, or `def ` where the text has no answers.
     """
     tokens: Annotated[int, Field(ge=0)] = 48
     """Maximum number of tokens to add; the sample stops where the model ends the text or its answer. 0 writes

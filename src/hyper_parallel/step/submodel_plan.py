@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import GraphError, StrategyError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.guards import Question, Questions
@@ -30,6 +29,7 @@ from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.process_mesh import DATA_AXES, PipelinePlace
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import (
+    ForwardOutputs,
     capture_evaluation,
     capture_micro_batch_like,
     fields_of,
@@ -98,13 +98,13 @@ class SubmodelPlanner:
             trains=True,
         )
 
-    def evaluation(self, micro: MicroBatch, doubled: MicroBatch, loss: LossConfig) -> StagePlan:
+    def forward(self, micro: MicroBatch, doubled: MicroBatch, outputs: ForwardOutputs) -> StagePlan:
         """As `training`, of forward passes without gradients."""
 
         def capture(rows: MicroBatch, documents: bool) -> tuple[StepGraph, list[Question]]:
             questions, blank = Questions(fields_of(rows)), partial(blank_like, rows, self._device)
             step = capture_evaluation(
-                self._shadow, blank, loss, documents=documents, device=self._device, questions=questions
+                self._shadow, blank, outputs, documents=documents, device=self._device, questions=questions
             )
             return step, questions.asked
 
