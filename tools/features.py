@@ -60,17 +60,33 @@ def _adapted(out: Path, text: str) -> bool:
     return any("lora_A" in file.read_text() for file in out.rglob("rank-*.json"))
 
 
+def _compiled(out: Path, text: str) -> bool:
+    logs = "".join(file.read_text() for file in out.glob("logs/*"))
+    return "uncompiled" not in text and bool(re.search(r"compiled \d+% of the step's operators", logs))
+
+
+def _profiled(out: Path, text: str) -> bool:
+    return any(json.loads(file.read_text())["traceEvents"] for file in out.glob("profile/*.json"))
+
+
+def _sampled(out: Path, text: str) -> bool:
+    """An actor's samples are the answers of its evaluation."""
+    summary = out / "summary.json"
+    found = json.loads(summary.read_text()) if summary.exists() else {}
+    return bool(found["sample"]) if "sample" in found else "no sample" not in text
+
+
 FEATURES: dict[str, Feature] = {
     "eager": Feature({"train.engine": "eager"}),
     "captured": Feature({"train.engine": "graph"}, lambda out, text: "under eager" not in text),
-    "compiled": Feature({"train.compile": True}, lambda out, text: "uncompiled" not in text),
+    "compiled": Feature({"train.compile": True}, _compiled),
     # Less than any of the steps holds, so that state or activations have to go to the host.
     "memory budget": Feature(
         {"strategy.memory": {"device": "400KiB", "host": "64MiB"}}, lambda out, text: "copies, host" in text
     ),
-    "profile": Feature({"train.profile": {"steps": 1}}, lambda out, text: (out / "profile").is_dir()),
+    "profile": Feature({"train.profile": {"steps": 1}}, _profiled),
     "evaluation": Feature({"train.eval": {"every": 2, "batches": 1}}, _evaluated),
-    "sample": Feature({"train.sample": {"tokens": 4}}, lambda out, text: "no sample" not in text),
+    "sample": Feature({"train.sample": {"tokens": 4}}, _sampled),
     "resume": Feature({"checkpoint.every": 2}, lambda out, text: "resum" in text, again=True),
     "LoRA": Feature({"model.adapter": {"rank": 4}, "checkpoint.every": 2}, _adapted),
     "non-finite check": Feature(

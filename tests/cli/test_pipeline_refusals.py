@@ -85,10 +85,9 @@ def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
          "were given; cut the model into 4 stages"),
         (["train.engine=eager"], "run.yaml: 'axes.pipeline': stages are cut from the captured step; set train.engine "
          "to graph, or leave the pipeline out"),
-        (["train.profile={}"], "run.yaml: 'train.profile' does not measure the stages of a pipeline yet; leave it or "
-         "the pipeline out"),
-        (["train.compile=true"], "run.yaml: 'train.compile: true' does not compile the stages of a pipeline yet; set "
-         "it to false, or leave the pipeline out"),
+        (["train.profile={cluster: h100}"], "run.yaml: 'train.profile.cluster' compares a step that is one graph with "
+         "its prediction, and parts of a model on several ranks are traced; leave cluster out, and see hyper-parallel "
+         "simulate for the prediction"),
         (["strategy.axes={pipeline: 2, tensor: 2}", "launch.workers=2"], "run.yaml: the strategy's axes multiply to 4 "
          "(pipeline 2 · tensor_x 2), but 'launch.workers' is 2; make them equal, leave 'launch.workers' out, or set it "
          "to 1 for the one-device run"),

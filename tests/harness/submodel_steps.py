@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from harness.ranks import run_ranks
@@ -34,6 +35,8 @@ class SubmodelCase:
     steps: int = 1
     frozen: Sequence[str] = ()
     """Modules that are not trained."""
+    adapted: Sequence[str] = ()
+    """Ends of the names of linear layers with LoRA adapters, which are trained alone."""
     evaluates: bool = False
     """The rows are evaluated too, before and after the steps."""
     arrange: bool = True
@@ -43,7 +46,12 @@ class SubmodelCase:
         model = MODELS[self.model].build().train()
         for name in self.frozen:
             model.get_submodule(name).requires_grad_(False)
-        return model
+        if not self.adapted:
+            return model
+        torch.manual_seed(0)
+        # B is drawn like A instead of zeros, so that every gradient says something.
+        adapter = LoraConfig(r=3, lora_alpha=2, init_lora_weights=False, target_modules=list(self.adapted))
+        return get_peft_model(model, adapter).train()
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from harness.chat_model import CHATS
 from harness.families import FAMILIES
+from hyper_parallel.shard.loss import IGNORED
 
 IMAGE = "<|image|>"
 CHATML = (
@@ -247,3 +250,18 @@ def make_place(place: Path, counts: Sequence[int] = COUNTS) -> Path:
     for kind in ("image", "audio"):
         write_rows(place / f"{kind}.jsonl", kind, counts)
     return place
+
+
+def loss_and_gradients(model: Any, rows: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    """Of an unmodified model, for a token."""
+    tokens = sum(int((row["labels"] != IGNORED).sum()) for row in rows)
+    total = 0.0
+    for row in rows:
+        given = {name: one for name, one in row.items() if name not in ("labels", "attention_mask")}
+        logits = model.train()(**given, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), row["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        (loss / tokens).backward()
+        total += float(loss.detach() / tokens)
+    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -15,9 +15,31 @@ from hyper_parallel.shard.experts.loads import take_loads
 
 VISION = {"modules": ["model.vision_tower", "model.multi_modal_projector"]}
 CASES: dict[int, list[SubmodelCase]] = {
-    2: [SubmodelCase("t5", {"encoder": {"modules": ["encoder"]}, "decoder": {}}, micro_batches=2)],
+    2: [
+        SubmodelCase("t5", {"encoder": {"modules": ["encoder"]}, "decoder": {}}, micro_batches=2),
+        # The encoder's layers have adapters, and the projector between is frozen.
+        SubmodelCase(
+            "llava",
+            {"vision": VISION, "language": {}},
+            adapted=("q_proj", "v_proj", "fc1", "down_proj"),
+            steps=2,
+        ),
+        # No adapter is in the encoder, so that nothing goes back to it.
+        SubmodelCase(
+            "qwen2.5-vl",
+            {"vision": {"modules": ["model.visual"]}, "language": {}},
+            adapted=("q_proj", "o_proj"),
+            evaluates=True,
+        ),
+    ],
     3: [
         SubmodelCase("llava", {"vision": VISION, "language": {"axes": {"tensor": 2}}}, steps=2),
+        SubmodelCase(
+            "llava",
+            {"vision": VISION, "language": {"axes": {"tensor": 2}}},
+            {"memory": {"recompute": "layer"}},
+            adapted=("q_proj", "linear_1", "o_proj", "up_proj"),
+        ),
         SubmodelCase("llava packed", {"vision": VISION, "language": {"axes": {"tensor": 2}}}),
         # Declared against the data flow.
         SubmodelCase(
@@ -108,7 +130,8 @@ def test_steps_are_those_of_one_device(world: int, number: int) -> None:
     assert not found.missing, found.missing
     assert found.error < 1e-5, found
     assert case.evaluates == (found.evaluated is not None), found
-    assert ("gradient" in found.plan) == (not case.frozen)
+    goes_back = not case.frozen and case.adapted != ("q_proj", "o_proj")
+    assert ("gradient" in found.plan) == goes_back
 
 
 def test_what_crosses_is_told() -> None:

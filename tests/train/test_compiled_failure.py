@@ -16,7 +16,7 @@ from harness import RanksError, run_ranks
 from hyper_parallel.errors import CompileError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.compiled import Compiled, Subgraph, partition, replace
-from hyper_parallel.step import graph_cache
+from hyper_parallel.step import graph_cache, program_runner
 
 
 def _stand_in(fails: Callable[[int, int, int], bool]) -> Callable[[StepGraph, Path], Compiled]:
@@ -116,6 +116,40 @@ def test_other_errors_of_a_compiled_step_are_their_own(
     with pytest.raises(Exception, match="out of memory") as raised:
         _both(tmp_path, {}, None)
     assert not isinstance(raised.value, CompileError)
+
+
+STAGES: dict[str, Any] = {
+    "strategy": {"axes": {"pipeline": 2}},
+    "train": {"micro_batch": 2, "steps": 3, "compile": True},
+}
+
+
+def _stages(rank: int, world: int, folder: Path) -> tuple[Ran, Ran]:
+    plain = {**STAGES, "train": {**STAGES["train"], "compile": False}}
+    program_runner.compiled = _stand_in(lambda at, count, calls: False)
+    return (
+        run_engine(rank, folder, "plain", "graph", plain),
+        run_engine(rank, folder, "made", "graph", STAGES),
+    )
+
+
+def test_the_stages_of_a_pipeline_are_compiled(tmp_path: Path) -> None:
+    for plain, made in run_ranks(_stages, 2, tmp_path):
+        assert any(note.startswith("compiled 100% of the step's operators") for note in made.notes), (
+            made.notes
+        )
+        assert differences(made, plain) == {}
+
+
+def _stage_fails(rank: int, world: int, folder: Path) -> None:
+    program_runner.compiled = _stand_in(lambda at, count, calls: rank == 1 and at == count - 1)
+    run_engine(rank, folder, "fails", "graph", STAGES)
+
+
+def test_a_stage_whose_code_fails_ends_the_run_with_advice(tmp_path: Path) -> None:
+    where = r"failed in step 1, stage 1, micro-batch 0, Run\([^)]*\): .*train\.compile=false"
+    with pytest.raises(RanksError, match=rf"CompileError: compiled code of .*{where}"):
+        run_ranks(_stage_fails, 2, tmp_path)
 
 
 def _one_fails(rank: int, world: int, folder: Path) -> None:

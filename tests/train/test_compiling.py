@@ -63,6 +63,15 @@ def test_twenty_compiled_steps_of_two_workers(tmp_path: Path) -> None:
     assert any(note.startswith("compiled ") for note in second[1].notes)
 
 
+@pytest.mark.matrix
+@NEEDS_COMPILER
+def test_twenty_compiled_steps_of_a_pipeline(tmp_path: Path) -> None:
+    sections = {"strategy": {"axes": {"pipeline": 2}}, "train": {"micro_batch": 2}}
+    first, second = run_ranks(_compiled, 2, tmp_path, "pipeline", sections, timeout=240.0)
+    _assert_near(*first, "float32")
+    assert any(note.startswith("compiled ") for note in second[1].notes)
+
+
 def _one_fails(rank: int, world: int, folder: Path) -> Ran:
     def stand_in(step: StepGraph, _: Path) -> Compiled:
         if rank == 1:

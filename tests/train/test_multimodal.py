@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from harness.forked_command import run_command
 from harness.ranks import run_ranks
-from harness.vision_folders import MODELS, make_place, run_file
+from harness.vision_folders import MODELS, loss_and_gradients, make_place, run_file
 from hyper_parallel.checkpoint import export
 from hyper_parallel.cli.main import main
 from hyper_parallel.compat import backend
@@ -24,8 +25,7 @@ from hyper_parallel.config import RunConfig, from_dict, load
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto import entry
-from hyper_parallel.shard import sharded
-from hyper_parallel.shard.loss import IGNORED
+from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.build import build, fill, unsharded
 from hyper_parallel.step.multimodal import model_class
@@ -49,20 +49,43 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("images"))
 
 
-def config_of(place: Path, model: str, strategy: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+def config_of(
+    place: Path,
+    model: str,
+    strategy: dict[str, Any] | None = None,
+    adapter: dict[str, Any] | None = None,
+    **train: Any,
+) -> RunConfig:
     strategy = {"version": 1, **(strategy or {})}
-    return RunConfig.model_validate(
-        run_file(place, model, train={"batch": ROWS, "micro_batch": 1, **train}, strategy=strategy)
-    )
+    file = run_file(place, model, train={"batch": ROWS, "micro_batch": 1, **train}, strategy=strategy)
+    file["model"]["adapter"] = adapter
+    return RunConfig.model_validate(file)
 
 
-def step_of(rank: int, world: int, place: Path, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+def draw_second_maps(handle: ShardedModel) -> None:
+    """Give every adapter's B values in place of zeros, so that every gradient says something."""
+    draws = torch.Generator().manual_seed(5)
+    for one in sorted(handle.parameters(), key=lambda one: one.name):
+        if ".lora_B." in one.name:
+            whole = 0.1 * torch.randn(one.layout.shape, generator=draws)
+            with torch.no_grad():
+                one.local.copy_(handle.cut(whole, one.layout).view_as(one.local))
+
+
+def step_of(
+    rank: int,
+    world: int,
+    place: Path,
+    cases: list[tuple[str, dict[str, Any]]],
+    adapter: dict[str, Any] | None = None,
+) -> list[Any]:
     """Loss, whole gradients and the images of each micro-batch of this rank, of one step of each case."""
     found = []
     for model, strategy in cases:
-        config = config_of(place, model, strategy)
+        config = config_of(place, model, strategy, adapter)
         built = build(config)
         fill(built, config, torch.device("cpu"))
+        draw_second_maps(sharded(built.model))
         handle, recipe = sharded(built.model), Recipe.of(config, built.model)
         text = built.text
         batches = Batches(text.train, text.order, ROWS, config.micro_batch, handle, torch.device("cpu"))
@@ -77,12 +100,18 @@ def step_of(rank: int, world: int, place: Path, cases: list[tuple[str, dict[str,
     return found
 
 
-def plain_step(place: Path, model: str) -> tuple[float, dict[str, Tensor]]:
-    """The same by the unmodified model, a row at a time, without padding."""
-    config = config_of(place, model)
+def plain_step(
+    place: Path, model: str, adapter: dict[str, Any] | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """The same by the unmodified model, or by peft's, a row at a time, without padding."""
+    config = config_of(place, model, adapter=adapter)
     built = build(config)
     fill(built, config, torch.device("cpu"))
+    draw_second_maps(sharded(built.model))
     plain = model_class(built.model.config)(built.model.config)
+    if adapter is not None:
+        rank, targets = adapter["rank"], adapter["targets"]
+        plain = get_peft_model(plain, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
     plain.load_state_dict(built.model.state_dict())
     return loss_and_gradients(plain, rows_of(place, model))
 
@@ -91,21 +120,6 @@ def rows_of(place: Path, model: str) -> list[dict[str, Tensor]]:
     """Each row, as it is without others."""
     _, data = unsharded(config_of(place, model))
     return [data.train.batch([row]) for row in range(len(data.train))]
-
-
-def loss_and_gradients(model: Any, rows: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """Of an unmodified model, for a token."""
-    tokens = sum(int((row["labels"] != IGNORED).sum()) for row in rows)
-    total = 0.0
-    for row in rows:
-        given = {name: one for name, one in row.items() if name not in ("labels", "attention_mask")}
-        logits = model.train()(**given, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), row["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        (loss / tokens).backward()
-        total += float(loss.detach() / tokens)
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("model", list(MODELS))
@@ -123,6 +137,23 @@ def test_every_strategy_has_the_gradients_of_one_device(place: Path, model: str)
     # Somewhere one rank has an image and the other none, and somewhere both have none.
     beside = list(zip(*(rank[0][2] for rank in by_rank), strict=True))
     assert any(left != right for left, right in beside), beside
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_adapters_have_the_gradients_of_one_device(place: Path, model: str) -> None:
+    adapter = {"rank": 3, "targets": "all-linear"}
+    loss, expected = plain_step(place, model, adapter)
+    assert all(".lora_" in name for name in expected)
+    assert any(part in name for name in expected for part in ("vision", "visual", "audio"))
+    chosen = ("replicate 2", "shard 2, recompute", "tensor 2")
+    cases = [(model, STRATEGIES[name]) for name in chosen]
+    for rank in run_ranks(step_of, 2, place, cases, adapter):
+        for name, (found, gradients, _) in zip(chosen, rank, strict=True):
+            assert found == pytest.approx(loss, rel=1e-5), name
+            for parameter, wanted in expected.items():
+                scale = float(wanted.abs().max()) + 1e-4
+                error = float((gradients[parameter] - wanted).abs().max()) / scale
+                assert error < 1e-5, f"{name}: {parameter} differs by {error:.1e}"
 
 
 def train(rank: int, world: int, place: Path, files: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -178,13 +178,11 @@ class RunConfig(Section):
     def _submodels_need_the_graph(self) -> RunConfig:
         if not self.strategy.submodels or self.open or not self.effective_strategy.submodels:
             return self
-        train, refused = self.train, "'strategy.submodels': parts are cut from a captured step"
-        if train.engine != "graph":
-            raise ValueError(f"{refused}; set train.engine to graph")
-        if train.compile is True or train.profile is not None:
+        if self.train.engine != "graph":
             raise ValueError(
-                f"{refused}, which is neither compiled nor measured; leave compile and profile out"
+                "'strategy.submodels': parts are cut from a captured step; set train.engine to graph"
             )
+        self._refuse_compared()
         return self
 
     @model_validator(mode="after")
@@ -197,15 +195,7 @@ class RunConfig(Section):
                 "'axes.pipeline': stages are cut from the captured step; set train.engine to graph, or leave the "
                 "pipeline out"
             )
-        if train.compile is True:
-            raise ValueError(
-                "'train.compile: true' does not compile the stages of a pipeline yet; set it to false, or leave the "
-                "pipeline out"
-            )
-        if train.profile is not None:
-            raise ValueError(
-                "'train.profile' does not measure the stages of a pipeline yet; leave it or the pipeline out"
-            )
+        self._refuse_compared()
         if not self.open and self.micro_batches < strategy.axes.pipeline:
             raise ValueError(
                 f"'train.batch' ({train.batch}) is {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} "
@@ -214,6 +204,14 @@ class RunConfig(Section):
                 "make 'train.batch' larger, 'train.micro_batch' smaller, or axes.pipeline smaller"
             )
         return self
+
+    def _refuse_compared(self) -> None:
+        """Raise ValueError for a profile that would be compared, where each rank has a trace of its own."""
+        if self.train.profile is not None and self.train.profile.cluster is not None:
+            raise ValueError(
+                "'train.profile.cluster' compares a step that is one graph with its prediction, and parts of a model "
+                "on several ranks are traced; leave cluster out, and see hyper-parallel simulate for the prediction"
+            )
 
     @property
     def micro_batch(self) -> int:

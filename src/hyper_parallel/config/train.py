@@ -161,7 +161,7 @@ class SampleConfig(Section):
 
     prompt: str | None = None
     """The text to continue; for conversations, the user's message. Default: the first held-out (or training)
-    document up to its first answer, or `def ` where the text has no answers.
+    document up to its first answer, with its images and sound, or `def ` where the text has no answers.
     """
     tokens: Annotated[int, Field(ge=0)] = 48
     """Maximum number of tokens to add; the sample stops where the model ends the text or its answer. 0 writes
@@ -172,7 +172,8 @@ class SampleConfig(Section):
 
 
 class ProfileConfig(Section):
-    """Measurement of single steps. The trace and the page are written to ``profile`` in the run's folder."""
+    """Measurement of single steps. The trace and the page are written to ``profile`` in the run's folder; where parts
+    of the model are on several ranks, PyTorch's trace of each rank is."""
 
     steps: PositiveInt = 5
     """Number of measured steps, after the first two; the page shows the one of median length."""
@@ -234,7 +235,8 @@ class TrainConfig(Section):
     log_every: PositiveInt = 1
     """Steps between records of metrics."""
     profile: ProfileConfig | None = None
-    """Measure a few steps, operator by operator; needs `engine: graph`. Also set by `train --profile`."""
+    """Measure a few steps, operator by operator; needs `engine: graph`. Also set by `train --profile`. Steps of
+    pipelines and submodels are traced on each rank."""
 
     @field_validator("optimizer", mode="before")
     @classmethod

@@ -10,12 +10,13 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build_par
 from hyper_parallel.data.document import Chat, is_held_out
 from hyper_parallel.data.media import NAMES, unreadable
 from hyper_parallel.data.order import Order, RowWork
+from hyper_parallel.data.packing import IGNORED
 from hyper_parallel.data.processor import Processor
 from hyper_parallel.data.read_documents import DocumentReader, Place, placed_documents
 from hyper_parallel.data.sources import Digests, Source, digests, find
@@ -41,6 +43,10 @@ log = logging.getLogger(__name__)
 _FORMAT = 2
 _ENDS = 64
 """As many as fit the first line of an array file."""
+_SHOWN = 32
+"""Rows among which that of a sample is looked for."""
+_KINDS = "token_type_ids"
+"""How the names of the kinds of tokens end."""
 
 
 class Entry(NamedTuple):
@@ -251,6 +257,31 @@ class MultimodalRows:
         return batch
 
 
+@dataclass(frozen=True)
+class MediaPrompt:
+    """What a sample goes on from: the beginning of one row, and its media."""
+
+    ids: list[int]
+    media: Mapping[str, Tensor]
+    """What the model takes beside ids: ``pixel_values``."""
+    kinds: Mapping[str, Tensor]
+    """The kinds of the prompt's tokens, int64 [1, prompt], of processors that say what stands for media."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Tensor], count: int) -> MediaPrompt:
+        """The first `count` tokens of what `MultimodalRows.batch` made of one row."""
+        kinds = {name: one[:, :count] for name, one in row.items() if name.endswith(_KINDS)}
+        others = {"input_ids", "labels", "attention_mask", *kinds}
+        media = {name: one for name, one in row.items() if name not in others}
+        return cls(row["input_ids"][0, :count].tolist(), media, kinds)
+
+    def inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """What the model takes of a row of these ids, which begins with the prompt and goes on with text."""
+        text = len(ids) - len(self.ids)
+        kinds = {name: torch.nn.functional.pad(one, (0, text)) for name, one in self.kinds.items()}
+        return {"input_ids": torch.tensor([ids]), **self.media, **kinds}
+
+
 class MultimodalData:
     """Documents with images or sound; the same in every process that reads the same files. As `TextData`."""
 
@@ -304,8 +335,22 @@ class MultimodalData:
             )
 
     def prompt(self, given: str | None = None) -> list[int]:
-        """No prompt: text cannot be sampled beside images yet."""
-        return []
+        """The ids of `media_prompt`."""
+        return self.media_prompt(given).ids
+
+    def media_prompt(self, given: str | None = None) -> MediaPrompt:
+        """The prompt of a sample: `given`, as a user's message without media; by default a held-out row up to its first
+        answer, or a training row: the first one whose media all stand there, with media if there is one."""
+        if given is not None:
+            return MediaPrompt(self.processor.question(given), {}, {})
+        rows = self.eval if len(self.eval) else self.train
+        shown = sorted(range(min(len(rows), _SHOWN)), key=lambda row: rows.cost(row).media == 0)
+        for row in shown:
+            made = rows.batch([row])
+            ids, first = made["input_ids"][0], int((made["labels"][0] != IGNORED).nonzero()[0]) + 1
+            if not any((ids[first:] == one).any() for one in self.processor.placeholder_ids.values()):
+                return MediaPrompt.of(made, first)
+        return MediaPrompt([self.tokenizer.eos], {}, {})
 
 
 @dataclass(frozen=True, slots=True)

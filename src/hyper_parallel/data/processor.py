@@ -92,6 +92,14 @@ class Processor:
         found = {name: getattr(self._processor, name, None) for name in names}
         return {name: one for name, one in found.items() if isinstance(one, int)}
 
+    def question(self, text: str) -> list[int]:
+        """The ids of a user's message without media, up to where its answer begins; without a chat template those of
+        the text. Raises DataError."""
+        if not self._processor.chat_template:
+            return self.tokenizer.encode(text)
+        asked = Chat("train.sample.prompt", [_in_parts({"role": "user", "content": text})])
+        return self.tokenizer.encode_template([chat.prompt(self._processor, asked)])[0][0]
+
     def measure(self, document: Document) -> Sample:
         """The size of a document. Raises DataError with its place."""
         batch = self.batch([document])

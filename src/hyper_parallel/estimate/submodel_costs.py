@@ -1,6 +1,6 @@
 """Costs of the encoders and the language model of a run on a cluster, from graphs of the unmodified model's own code.
 
-Encoders are found by the model's structure: modules beside the language model (`shard.model_structure`) that the same
+Encoders are found by the model's structure: modules beside the language model (`shard.towers`) that the same
 floating-point inputs reach, such as a tower of images and its projector. They are captured whole, for a row with few
 media and one with many; the language model with two layers of each kind, for one row and for two, under each tensor
 degree that divides it. Seconds and bytes between and beyond these sizes lie on a line.
@@ -25,7 +25,8 @@ from hyper_parallel.estimate.submodel_capture import (
     captured_parts,
     inputs_of_modules,
 )
-from hyper_parallel.shard.model_structure import is_transformers, layers_or_refuse, towers_of
+from hyper_parallel.shard.model_structure import is_transformers, layers_or_refuse
+from hyper_parallel.shard.towers import towers_of
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.build import unsharded
 from hyper_parallel.step.submodel_run import SubmodelBatches

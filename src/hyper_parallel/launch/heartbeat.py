@@ -84,6 +84,7 @@ class Pulse:
         self._instructions = 0
         self._place = 0
         self._schedule: Sequence[Position] = ()
+        self._follower: Callable[[str], None] | None = None
         self._slot: Slot | None = None
         self._texts: list[bytes] = []
         self._known: dict[int, tuple[Sequence[Position], list[bytes]]] = {}
@@ -92,6 +93,17 @@ class Pulse:
     def write_to(self, slot: Slot) -> None:
         """From now on the instructions of schedules are also written to this slot of the command's board."""
         self._slot = slot
+
+    @contextlib.contextmanager
+    def followed(self, begins: Callable[[str], None]) -> Iterator[None]:
+        """Inside this context `begins` is called with the text of each instruction of a schedule that the rank begins,
+        and with an empty one where the schedule ends."""
+        self._follower = begins
+        try:
+            yield
+        finally:
+            self._follower = None
+            begins("")
 
     def count_collectives(self, count: Callable[[], int]) -> None:
         """From now on `count` returns the number of collectives begun; it is called on the control thread."""
@@ -132,6 +144,8 @@ class Pulse:
         yield
         # Where the rank fails, the board and the heartbeats keep its position.
         self._schedule = ()
+        if self._follower is not None:
+            self._follower("")
         if self._slot is not None:
             self._slot.clear()
 
@@ -150,6 +164,8 @@ class Pulse:
         self._instructions += 1
         if self._slot is not None:
             self._slot.text[:] = self._texts[place]
+        if self._follower is not None:
+            self._follower(self._schedule[place].text)
 
     def position(self) -> str:
         """The instruction of the schedule that the rank is in, or failed in; empty outside of one."""

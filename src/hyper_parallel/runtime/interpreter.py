@@ -59,14 +59,17 @@ class InstructionLoop(ABC, Generic[Value]):
         self._instructions = program.instructions[group.name]
         self._tasks, self._turns = runners, turns or {}
         self._values: dict[tuple[str, int], Value] = {}
-        self._weights_left: tuple[TaskRunner[Value], int] | None = None
-        """The stage and micro-batch of a backward pass that has its gradients of weights still to compute."""
+        self._weights_left: tuple[TaskRunner[Value], int, int] | None = None
+        """The stage, micro-batch and place of a backward pass that has its gradients of weights still to compute."""
         self.place = 0
         """Of the instruction at hand; behind the last one their number."""
 
     @abstractmethod
     def _begins(self, place: int) -> None:
         """The instruction at this place begins; behind the last one, the end of the schedule."""
+
+    def _resumes(self, place: int) -> None:
+        """The gradients of weights of the backward pass at this place, behind other instructions, begin."""
 
     @abstractmethod
     def _post(self, one: Recv) -> None:
@@ -89,9 +92,9 @@ class InstructionLoop(ABC, Generic[Value]):
         self._values.clear()
         self._weights_left, self.place = None, 0
         for place, one in enumerate(self._instructions):
-            self.place = place
             if not self._may_precede_weights(one):
                 self._end_backward()
+            self.place = place
             self._begins(place)
             self._do(one, batches)
         self._end_backward()
@@ -127,7 +130,7 @@ class InstructionLoop(ABC, Generic[Value]):
         else:
             made = ended(runner.input_in_turns(micro_batch, given))
             if task.kind is TaskKind.BACKWARD:
-                self._weights_left = runner, micro_batch
+                self._weights_left = runner, micro_batch, self.place
         for port, value in made.items():
             self._values[port, micro_batch] = value
 
@@ -150,7 +153,7 @@ class InstructionLoop(ABC, Generic[Value]):
         for one, made in zip((forward, backward), together(tasks, order), strict=True):
             self._values.update({(port, one.micro_batch): value for port, value in made.items()})
         if back.kind is TaskKind.BACKWARD and not whole:
-            self._weights_left = runner, backward.micro_batch
+            self._weights_left = runner, backward.micro_batch, self.place
 
     def _taken(self, run: Run) -> dict[str, Value]:
         """The values that a task takes, which nothing else needs."""
@@ -168,8 +171,9 @@ class InstructionLoop(ABC, Generic[Value]):
     def _end_backward(self) -> None:
         """Compute the gradients of weights that a backward pass has left."""
         if self._weights_left is not None:
-            runner, micro_batch = self._weights_left
+            runner, micro_batch, place = self._weights_left
             self._weights_left = None
+            self._resumes(place)
             runner.weight(micro_batch)
 
 
@@ -234,6 +238,11 @@ class Interpreter(InstructionLoop[Tensor]):
         return sum(one.in_flight for one in self._runners.values())
 
     def _begins(self, place: int) -> None:
+        self._told(place)
+
+    def _resumes(self, place: int) -> None:
+        # An error of them, and the time that they take, belong to the backward pass.
+        self.place = place
         self._told(place)
 
     def _post(self, one: Recv) -> None:

@@ -199,9 +199,9 @@ def logits_in(output: Any) -> Tensor:
     return logits
 
 
-def logits_of(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+def logits_of(model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, **inputs: Any) -> Tensor:
     """Logits [B, S, V] of `call`, whole."""
-    return logits_in(call(model, input_ids, position_ids))
+    return logits_in(call(model, input_ids, position_ids, **inputs))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Model structure: decoder and layers, attention heads, projections, vision towers, and modules of submodels."""
+"""Model structure: decoder and layers, attention heads, projections, and modules of submodels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from hyper_parallel.compat.dispatch import leaves_of
 from hyper_parallel.errors import StrategyError, nearest
 from hyper_parallel.graph.partition import by_modules
-from hyper_parallel.shard.hooks import Forward, Wrapper, wrap
-from hyper_parallel.shard.lora_adapters import base_of, without_adapters
+from hyper_parallel.shard.lora_adapters import base_of, name_in_base, without_adapters
 from hyper_parallel.strategy.axes import Submodel
 
 REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
@@ -259,90 +258,19 @@ def is_by_head(parameter: nn.Parameter | None, heads: Heads) -> bool:
     return parameter is not None and tuple(parameter.shape) == (heads.query,)
 
 
-# Vision towers: parts of a model that a micro-batch without images leaves out.
-#
-# FSDP2 reduces the gradients that there are, and ranks must agree on which these are: where one rank's rows have an
-# image and another's have none, they would wait for each other. So every weight of a tower has a gradient in every
-# micro-batch: of zero where the tower did not run, and where it did, of zero for weights that it does not compute with,
-# such as layers behind the one whose features are used.
-
-
-def apply_towers(model: nn.Module) -> None:
-    """Give gradients, if only of zero, to all that stands beside a Transformers model's decoder.
-
-    Applied before the parameters' access, so that it finds in the modules what they compute with.
-    """
-    if not is_transformers(model):
-        return
-    towers = list(towers_of(model))
-    if towers:
-        wrap(model, _completing(towers))
-
-
-def towers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules with weights that hold no part of the language model: not the decoder, embedding or head."""
-    core: Any = model
-    language = {
-        id(part)
-        for root in (
-            model.get_submodule(decoder_of(model)),
-            input_embedding(model),
-            core.get_output_embeddings(),
-        )
-        if root is not None
-        for part in root.modules()
-    }
-
-    def outside(module: nn.Module) -> Iterator[nn.Module]:
-        if id(module) in language:
-            return
-        if not any(id(part) in language for part in module.modules()):
-            if next(module.parameters(), None) is not None:
-                yield module
-            return
-        for child in module.children():
-            yield from outside(child)
-
-    yield from outside(model)
-
-
-def _completing(towers: list[nn.Module]) -> Wrapper:
-    def wrapper(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return output
-        return _with_zero(output, sum(_zero(tower) for tower in towers))
-
-    return wrapper
-
-
-def _zero(tower: nn.Module) -> Tensor:
-    """0, with a gradient of zeros to every weight of the tower."""
-    weights = [weight for weight in tower.parameters() if weight.requires_grad]
-    return sum((weight.flatten()[:1].float() * 0).sum() for weight in weights)  # type: ignore[return-value]
-
-
-def _with_zero(output: Any, zero: Any) -> Any:
-    if not isinstance(zero, Tensor):
-        return output
-    if isinstance(output, Tensor):
-        return output + zero.to(output.dtype)
-    for name in ("loss", "logits"):
-        found = getattr(output, name, None)
-        if found is not None:
-            output[name] = found + zero.to(found.dtype)
-            break
-    return output
-
-
 def assigned_modules(model: nn.Module, submodels: Mapping[str, Submodel]) -> dict[str, int]:
     """Names of modules to the places of their submodels, in the order of `submodels`; what a module contains belongs to
-    it. "" is the submodel that has all others, if there is one.
+    it. "" is the submodel that has all others, if there is one. Where the model has adapters, `submodels` name modules
+    as the model without them does.
 
     Raises StrategyError for a module that the model does not have or that two submodels name, for several submodels
     without modules, and for weights that no submodel has.
     """
-    known = dict(model.named_modules())
+    known: dict[str, str] = {}
+    for path, _ in model.named_modules():
+        plain = name_in_base(path, model)
+        if plain is not None:
+            known.setdefault(plain, path)  # what an adapter is put around is inside of it
     found: dict[str, int] = {}
     rest = [name for name, one in submodels.items() if not one.modules]
     if len(rest) > 1:
@@ -356,13 +284,14 @@ def assigned_modules(model: nn.Module, submodels: Mapping[str, Submodel]) -> dic
                 raise StrategyError(
                     f"submodels.{name}: the model has no module {module!r}{nearest(module, filter(None, known))}"
                 )
+            path = known[module]
             for other, taken in found.items():
-                if is_inside(module, other) or is_inside(other, module):
+                if is_inside(path, other) or is_inside(other, path):
                     raise StrategyError(
-                        f"submodels.{name}: {module!r} overlaps {other!r} of {list(submodels)[taken]}; give each "
-                        "module to one submodel"
+                        f"submodels.{name}: {module!r} overlaps {name_in_base(other, model)!r} of "
+                        f"{list(submodels)[taken]}; give each module to one submodel"
                     )
-            found[module] = place
+            found[path] = place
     if rest:
         found[""] = list(submodels).index(rest[0])
     _check_weights(model, submodels, found)

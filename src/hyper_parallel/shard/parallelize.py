@@ -42,7 +42,6 @@ from hyper_parallel.shard.memory import (
     separately_gathered,
 )
 from hyper_parallel.shard.model_structure import (
-    apply_towers,
     is_own,
     is_transformers,
     names_of_parameters,
@@ -69,6 +68,7 @@ from hyper_parallel.shard.reshard import cut
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor.apply_1d import apply_boundaries, apply_edges
 from hyper_parallel.shard.tensor.apply_2d import apply_edges_2d, apply_tensor_2d, split_between
+from hyper_parallel.shard.towers import apply_towers
 from hyper_parallel.shard.written_weights import (
     agree_on_collectives,
     explain_errors,

@@ -15,8 +15,9 @@ from hyper_parallel.data.order import dealt
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.forward import several_documents
 from hyper_parallel.shard.loss import valid_tokens
-from hyper_parallel.shard.model_structure import is_transformers, towers_of
+from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.plan.plan import length_multiple
+from hyper_parallel.shard.towers import towers_of
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,13 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     if strategy.submodels:
         generation = generation_config(config, hf, text)
         parts = build_submodels(config, plain, text, device)
+        parts.parts.runner.artifacts = artifacts_of(config, flops, device)
         fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
         return Built(plain, as_dict, text, flops, fresh, generation, submodels=parts)
     generation = generation_config(config, hf, text)
     if strategy.axes.pipeline > 1:
         pipeline = build_pipeline(config, plain, text.train.several, device)
+        pipeline.runner.artifacts = artifacts_of(config, flops, device)
         fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
         graphs = None
         if strategy.memory.device is not None:
@@ -389,7 +391,7 @@ def artifacts_of(config: RunConfig, flops: Flops, device: torch.device | str) ->
 def estimated_seconds(config: RunConfig, flops: Flops, device: torch.device | str) -> float:
     """A rough estimate of how long the run computes, from its FLOPs and the device's peak."""
     tokens = config.train.steps * config.train.batch * config.data.sequence
-    world = config.effective_strategy.axes.world
+    world = config.effective_strategy.world
     compute = getattr(torch, config.effective_strategy.precision.compute)
     peak = backend(torch.device(device).type).peak_flops(compute) or _UNKNOWN_PEAK
     return flops.per_token(config.data.sequence) * tokens / world / (peak * _UTILISATION)

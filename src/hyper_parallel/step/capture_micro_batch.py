@@ -26,15 +26,17 @@ from hyper_parallel.graph.periods import assembled
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.dropout import key_of
-from hyper_parallel.shard.forward import documents_known
+from hyper_parallel.shard.forward import documents_known, logits_of
 from hyper_parallel.shard.layer_kinds import layer_kinds, layers_in, layers_skipped
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.memory import in_place
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.micro_batch import (
+    LOGITS,
     LOSS,
     MICRO_FIELDS,
+    PLACE,
     WEIGHT,
     blank_like,
     blank_micro_batch,
@@ -154,20 +156,48 @@ def without_boundaries(step: StepGraph) -> StepGraph:
     return subgraph(step, wanted, {}, "parameter", "backward", effects=True)
 
 
+ForwardOutputs = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
+"""What a forward pass without gradients computes of a micro-batch, by name."""
+
+
+def summed_loss(loss: LossConfig | None) -> ForwardOutputs:
+    """``loss``: the sum over the tokens of held-out rows."""
+    return lambda model, micro: {
+        LOSS: causal_lm_loss(
+            model,
+            micro.input_ids,
+            micro.labels,
+            micro.position_ids,
+            1.0,
+            loss,
+            micro_batches=1,
+            **micro.extra,
+        )
+    }
+
+
+def next_logits(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+    """``logits``, fp32 [V]: of the token behind ``extra["place"]``, int64 [1], of the first row."""
+    extra = dict(micro.extra)
+    place = extra.pop(PLACE)
+    logits = logits_of(model, micro.input_ids, micro.position_ids, **extra)
+    return {LOGITS: logits[0].index_select(0, place)[0].float()}
+
+
 def capture_evaluation(
     recipe: GradientRecipe,
     blank: Callable[[], MicroBatch],
-    loss: LossConfig | None = None,
+    outputs: ForwardOutputs,
     *,
     documents: bool = False,
     device: torch.device | str = "cpu",
     questions: Questions | None = None,
 ) -> StepGraph:
-    """The graph of a forward pass on held-out rows, without gradients. `blank`: makes rows of their shapes;
-    `questions`: answers and keeps what the model asks of their values, which is refused when left out.
+    """The graph of a forward pass without gradients or dropout. `blank`: makes rows of its shapes; `questions`: answers
+    and keeps what the model asks of their values, which is refused when left out.
 
-    Inputs as of `capture_micro_batch`, without ``step`` and ``tokens``; outputs: ``loss``, the sum over tokens, and
-    gathered weights. Raises CaptureError where the forward pass cannot be followed.
+    Inputs as of `capture_micro_batch`, without ``step`` and ``tokens``; outputs: what `outputs` gives, and gathered
+    weights. Raises CaptureError where the forward pass cannot be followed.
     """
     mode = fake_mode_with_symbols()
     boundaries = GatherBoundaries()
@@ -179,17 +209,8 @@ def capture_evaluation(
 
         def body() -> Mapping[str, Tensor]:
             with documents_known(documents), handle.micro_batch(), torch.no_grad():
-                found = causal_lm_loss(
-                    model,
-                    micro.input_ids,
-                    micro.labels,
-                    micro.position_ids,
-                    1.0,
-                    loss,
-                    micro_batches=1,
-                    **micro.extra,
-                )
-            return {LOSS: found, **{f"{WEIGHT}{n}": one for n, one in enumerate(boundaries.gathered)}}
+                found = outputs(model, micro)
+            return {**found, **{f"{WEIGHT}{n}": one for n, one in enumerate(boundaries.gathered)}}
 
         inputs = {name: GivenTensor("input", one) for name, one in fields_of(micro).items()}
         try:

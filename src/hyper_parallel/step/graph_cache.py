@@ -24,6 +24,7 @@ from hyper_parallel.graph.compiled import compiled
 from hyper_parallel.graph.dynamic_sizes import uncertain
 from hyper_parallel.graph.execute import Host
 from hyper_parallel.graph.pass_manager import SCHEDULE, rewritten
+from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.offloading import Runtime
 from hyper_parallel.offloading.pass_pipeline import passes
@@ -344,6 +345,17 @@ def uncompiled_because(why: str) -> str:
         f"the step cannot be compiled: {why}. It runs uncompiled: as right, but slower. train.compile=false asks for "
         "this and is silent."
     )
+
+
+UNCOMPILED_ADVICE = "train.compile=false runs the same steps uncompiled"
+
+
+def code_failed(node: fx.Node, when: str, error: BaseException) -> str:
+    """What is said where `error` arose in compiled code, which `node` calls."""
+    region = region_of(node)
+    place = f"{region.layer or 'the model'} ({region.phase})"
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return f"compiled code of {place} failed in {when}: {type(error).__name__}: {reason}"
 
 
 def eagerly(why: str) -> str:

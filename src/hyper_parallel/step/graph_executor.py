@@ -21,7 +21,6 @@ from hyper_parallel.graph.compiled import is_compiled
 from hyper_parallel.graph.host_nodes import HOST, HostPoint
 from hyper_parallel.graph.ir import is_cache
 from hyper_parallel.graph.memory_effects import touched
-from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.launch import logs
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.stop import Requests
@@ -37,7 +36,16 @@ from hyper_parallel.offloading.expert_overflow import (
 )
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.capture_train_step import batch_inputs, state
-from hyper_parallel.step.graph_cache import ELSEWHERE, Captured, Graphs, RunsStep, eagerly, over_budget
+from hyper_parallel.step.graph_cache import (
+    ELSEWHERE,
+    UNCOMPILED_ADVICE,
+    Captured,
+    Graphs,
+    RunsStep,
+    code_failed,
+    eagerly,
+    over_budget,
+)
 from hyper_parallel.step.nonfinite_report import counted, non_finite
 from hyper_parallel.step.out_of_memory import post_mortem
 from hyper_parallel.step.profiling import Profiling
@@ -287,8 +295,6 @@ class _Host:
 # Compiled code is made for inputs of certain shapes, strides and devices, and checks them; it may also choose and build
 # kernels in its first run. Such an error arises in the node that calls it, in the middle of a step.
 
-_ADVICE = "train.compile=false runs the same steps uncompiled"
-
 
 def why_uncompiled(graph: Captured, error: BaseException, step: int, world: int) -> str | None:
     """Why `step`, counted from 0, has to begin again uncompiled; None where `error` did not arise in compiled code.
@@ -299,15 +305,12 @@ def why_uncompiled(graph: Captured, error: BaseException, step: int, world: int)
     node = graph.executable.node_of(error)
     if node is None or not is_compiled(node):
         return None
-    region = region_of(node)
-    place = f"{region.layer or 'the model'} ({region.phase})"
-    reason = (str(error).strip().splitlines() or [""])[0]
-    why = f"compiled code of {place} failed in step {step + 1}: {type(error).__name__}: {reason}"
+    why = code_failed(node, f"step {step + 1}", error)
     if world > 1:
-        raise CompileError(f"{why}. {_ADVICE}") from error
+        raise CompileError(f"{why}. {UNCOMPILED_ADVICE}") from error
     if (changed := changed_input(graph.step, {node}, graph.loop)) is not None:
         raise CompileError(
-            f"{why}. The step has changed {changed} by then and cannot begin again; {_ADVICE}"
+            f"{why}. The step has changed {changed} by then and cannot begin again; {UNCOMPILED_ADVICE}"
         ) from error
     return why
 

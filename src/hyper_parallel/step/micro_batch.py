@@ -27,6 +27,9 @@ def micro_input(number: int, field: str) -> str:
 
 
 LOSS = "loss"
+LOGITS = "logits"
+PLACE = "place"
+"""The name of a place in a row among what a micro-batch's model takes, where the logits behind it are wanted."""
 WEIGHT = "weight."
 """How the names of gathered weights begin."""
 ROWS = "rows."

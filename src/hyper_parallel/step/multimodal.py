@@ -2,7 +2,7 @@
 
 Rows differ in the number and size of images, so that each step has other shapes: nothing is captured. Strategies are
 those that are proved for such rows: axes `replicate`, `shard` and `tensor`, and recomputation. A rank whose rows have
-no image takes part in all collectives, since FSDP gathers encoders with the root (`shard.model_structure`).
+no image takes part in all collectives, since FSDP gathers encoders with the root (`shard.towers`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData
 from hyper_parallel.errors import ConfigError, StrategyError
 from hyper_parallel.shard.memory import compute_dtypes
-from hyper_parallel.shard.model_structure import towers_of
+from hyper_parallel.shard.towers import towers_of
 from hyper_parallel.workload import Flops, flops_of_model
 
 EAGER = "rows with images or sound have other shapes in each step, and are not captured"
@@ -51,6 +51,11 @@ def check_run(config: RunConfig) -> None:
     strategy, train = config.effective_strategy, config.train
     axes = strategy.axes
     use = "use the axes replicate, shard and tensor"
+    unplanned = (
+        "a budget is planned for one order of a step's micro-batches, and with submodels it follows from the rows"
+        if strategy.submodels
+        else "a budget is kept by a captured step"
+    )
     refusals = {
         "axes.pipeline": (axes.pipeline > 1, f"stages are cut from a captured step; {use}, or: {_SUBMODELS}"),
         "axes.context": (axes.context > 1, f"images would be cut between ranks; {use}"),
@@ -58,8 +63,7 @@ def check_run(config: RunConfig) -> None:
         "axes.tensor_y": (axes.tensor_y > 1, f"it is not proved there yet; {use}"),
         "memory.device": (
             strategy.memory.device is not None,
-            "a budget is kept by a captured step; leave it out, and lower train.micro_batch or use "
-            "memory.recompute instead",
+            f"{unplanned}; leave it out, and lower train.micro_batch or use memory.recompute instead",
         ),
     }
     for key, (asked, why) in refusals.items():
@@ -69,12 +73,10 @@ def check_run(config: RunConfig) -> None:
         raise StrategyError(
             "strategy.sequence is not proved with rows of images or sound yet; set it to false"
         )
-    if train.compile is True:
+    if train.compile is True and not strategy.submodels:
         raise ConfigError(f"train.compile: {EAGER}, and only captured steps are compiled; set it to false")
-    if train.profile is not None:
+    if train.profile is not None and not strategy.submodels:
         raise ConfigError(f"train.profile: {EAGER}, and only captured steps are measured; leave it out")
-    if config.model.adapter is not None:
-        raise ConfigError("model.adapter is not proved with rows of images or sound yet; leave it out")
 
 
 def check_text(hf: Any) -> None:

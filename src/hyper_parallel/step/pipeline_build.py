@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.plan.plan import check_length
 from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.micro_batch import PLACE
 from hyper_parallel.step.pipeline_plan import PipelinePlanner, StepShape
 from hyper_parallel.step.program_runner import ProgramRunner
 from hyper_parallel.step.recipe import GradientRecipe
@@ -47,6 +48,9 @@ MakeTransfers = Callable[[int], Transfers]
 """A rank to its transfers."""
 
 
+_Pass = Literal["training", "evaluation", "sampling"]
+
+
 class BuiltPipeline:
     """A run's pipeline on one rank: planned for the first shape, and for others when they come.
 
@@ -56,7 +60,7 @@ class BuiltPipeline:
     def __init__(self, planner: PipelinePlanner, plan: StagePlan, shape: StepShape, loss: LossConfig) -> None:
         """`loss`: of evaluations."""
         self._planner, self.plan, self.shape, self._loss = planner, plan, shape, loss
-        self._plans: dict[tuple[bool, StepShape], StagePlan] = {}
+        self._plans: dict[tuple[_Pass, StepShape], StagePlan] = {}
         self._warned = False
 
     def runs(self, handle: ShardedModel, transfers: Transfers) -> None:
@@ -65,26 +69,40 @@ class BuiltPipeline:
 
     def train(self, batch: StepBatch, tokens: Tensor, documents: bool | None = None) -> Tensor:
         """As `ProgramRunner.train`. `documents`: rows may hold several; left out, as the first plan has it."""
-        plan = self._plan(True, batch.micro, documents)
+        plan = self._plan("training", batch.micro, documents)
         return self.runner.train(((plan, len(batch.micro)),), batch, tokens)
 
     def evaluate(self, micro: Sequence[MicroBatch], documents: bool | None = None) -> Tensor:
         """As `ProgramRunner.evaluate`. `documents`: as of `train`."""
-        return self.runner.evaluate(((self._plan(False, micro, documents), len(micro)),), micro)
+        return self.runner.evaluate(((self._plan("evaluation", micro, documents), len(micro)),), micro)
 
-    def _plan(self, trains: bool, micro: Sequence[MicroBatch], documents: bool | None) -> StagePlan:
+    def next_logits(self, ids: Sequence[int], place: int) -> Tensor:
+        """The logits of the token behind a place of a row of one document, fp32 [V], on every rank. A collective."""
+        device = self.handle.device
+        row = torch.tensor([ids], device=device)
+        positions, number = torch.arange(len(ids), device=device)[None], torch.zeros(1, dtype=torch.int64)
+        extra = {PLACE: torch.tensor([place], device=device)}
+        micro = MicroBatch(row, row, positions, number.to(device), several=False, extra=extra)
+        return self.runner.next_logits(self._plan("sampling", [micro], False), micro)
+
+    def _plan(self, kind: _Pass, micro: Sequence[MicroBatch], documents: bool | None) -> StagePlan:
         """The plan of micro-batches, which is kept while it is among those used last."""
         rows, length = micro[0].input_ids.shape
         several = self.shape.documents if documents is None else documents
         # An evaluation takes any number.
-        shape = StepShape(rows, length, len(micro) if trains else 1, several)
-        plan = self._plans.pop((trains, shape), None)
+        shape = StepShape(rows, length, len(micro) if kind == "training" else 1, several)
+        plan = self._plans.pop((kind, shape), None)
         if plan is None:
-            plan = self.plan_of(shape) if trains else self._planner.evaluation(self.plan, shape, self._loss)
+            if kind == "training":
+                plan = self.plan_of(shape)
+            elif kind == "evaluation":
+                plan = self._planner.evaluation(self.plan, shape, self._loss)
+            else:
+                plan = self._planner.sampling(self.plan, shape)
             if len(self._plans) == MOST_SHAPES:
                 self._note_many()
                 self.runner.forget([self._plans.pop(next(iter(self._plans)))])
-        self._plans[trains, shape] = plan
+        self._plans[kind, shape] = plan
         return plan
 
     def plan_of(self, shape: StepShape) -> StagePlan:

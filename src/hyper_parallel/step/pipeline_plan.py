@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import StrategyError
@@ -25,8 +26,14 @@ from hyper_parallel.runtime.stage_costs import parts_of, stage_costs
 from hyper_parallel.schedule import Costs, Schedule, check_pipeline, pairs_of_stages, stages_of
 from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.process_mesh import PipelinePlace
-from hyper_parallel.step.capture_micro_batch import capture_evaluation, capture_micro_batch
-from hyper_parallel.step.micro_batch import blank_micro_batch
+from hyper_parallel.step.capture_micro_batch import (
+    ForwardOutputs,
+    capture_evaluation,
+    capture_micro_batch,
+    next_logits,
+    summed_loss,
+)
+from hyper_parallel.step.micro_batch import PLACE, blank_like, blank_micro_batch
 from hyper_parallel.step.pipeline_stages import PipelineStages
 from hyper_parallel.step.recipe import GradientRecipe
 from hyper_parallel.step.stage_plan import (
@@ -120,11 +127,26 @@ class PipelinePlanner:
     def evaluation(self, like: StagePlan, shape: StepShape, loss: LossConfig | None = None) -> StagePlan:
         """The plan of forward passes without gradients, cut like the training's, for any number of micro-batches.
         Raises StrategyError."""
+        return self._forward(like, shape, summed_loss(loss))
+
+    def sampling(self, like: StagePlan, shape: StepShape) -> StagePlan:
+        """As `evaluation`, of the logits behind one place. Raises StrategyError."""
+        return self._forward(like, shape, next_logits, {PLACE: torch.zeros(1, dtype=torch.int64)})
+
+    def _forward(
+        self,
+        like: StagePlan,
+        shape: StepShape,
+        outputs: ForwardOutputs,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> StagePlan:
+        """`extra`: as of `MicroBatch`."""
+        rows = replace(blank_micro_batch(shape.rows, shape.length, "meta"), extra=extra or {})
         whole = captured_or_refused(
             lambda: capture_evaluation(
                 self.shadow,
-                partial(blank_micro_batch, shape.rows, shape.length, self._device),
-                loss,
+                partial(blank_like, rows, self._device),
+                outputs,
                 documents=shape.documents,
                 device=self._device,
             ),

@@ -1,9 +1,17 @@
-"""`train.profile`: measures a few steps and compares them with their prediction."""
+"""`train.profile`: measures a few steps and compares them with their prediction; or traces them on each rank.
+
+A step that is one graph is measured operator by operator (`Profiling`). Where parts of a model are on several ranks, it
+is PyTorch's profiler that traces each rank's steps, with the Program's instructions as marks (`StepTraces`).
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config.train import ProfileConfig
@@ -11,6 +19,7 @@ from hyper_parallel.graph import lower
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
 from hyper_parallel.graph.profile import Profiler
 from hyper_parallel.launch import Worker
+from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.report import page, perfetto
 from hyper_parallel.simulator import simulate
 from hyper_parallel.step.graph_cache import Captured, RunsStep
@@ -92,3 +101,48 @@ class Profiling:
         self.written = [str(self._folder / name) for name in files]
         told = ", ".join(f"{timeline.word} {format_duration(timeline.step)}" for timeline in shown)
         log.info("profile: %s a step (the median of %d, on rank 0); %s/page.html", told, steps, self._folder)
+
+
+class StepTraces:
+    """PyTorch's profile of a few steps on this rank, in which each instruction of the Program is a range."""
+
+    def __init__(self, config: ProfileConfig, out: Path, worker: Worker) -> None:
+        self._left, self._seen = config.steps, 0
+        self._files = [str(out / "profile" / f"rank-{rank}.json") for rank in range(worker.world)]
+        self._rank = worker.rank
+        self._profiler: torch.profiler.profile | None = None
+        self._mark: torch.profiler.record_function | None = None
+        self.written: list[str] | None = None
+        """The traces of all ranks, once they are there."""
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Inside, the rank computes this step, counted from 1; it is traced after the first steps."""
+        self._seen += 1
+        if self._seen <= SKIPPED or not self._left:
+            yield
+            return
+        if self._profiler is None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        with torch.profiler.record_function(f"step {number}"), pulse.followed(self._begins):
+            yield
+        self._left -= 1
+        if not self._left:
+            self._write()
+
+    def _begins(self, instruction: str) -> None:
+        """Ranges end where the next one begins, or the schedule ends."""
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+        self._mark = torch.profiler.record_function(instruction) if instruction else None
+        if self._mark is not None:
+            self._mark.__enter__()
+
+    def _write(self) -> None:
+        assert self._profiler is not None
+        self._profiler.stop()
+        file = Path(self._files[self._rank])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(file))
+        self._profiler, self.written = None, self._files

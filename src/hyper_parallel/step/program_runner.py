@@ -8,21 +8,25 @@ micro-batches are equal, as most are, run these once for all of them, and add th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hyper_parallel.compat import is_out_of_memory
 from hyper_parallel.compat.memory import present
-from hyper_parallel.errors import HyperParallelError, OutOfMemoryError
+from hyper_parallel.errors import CompileError, HyperParallelError, OutOfMemoryError
 from hyper_parallel.graph import Executable, StepGraph, executable
+from hyper_parallel.graph.compiled import Compiled, compiled, is_compiled
 from hyper_parallel.graph.gradients import GRADIENT
 from hyper_parallel.graph.ir import Value, module_state
 from hyper_parallel.graph.likeness import difference
+from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.launch import logs
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.runtime.build_program import step_program
@@ -35,10 +39,18 @@ from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.process_mesh import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch
 from hyper_parallel.step.capture_micro_batch import batch_of, fields_of
-from hyper_parallel.step.micro_batch import LOSS, ROWS
+from hyper_parallel.step.graph_cache import (
+    ELSEWHERE_UNCOMPILED,
+    UNCOMPILED_ADVICE,
+    code_failed,
+    uncompiled_because,
+)
+from hyper_parallel.step.micro_batch import LOGITS, LOSS, ROWS
 from hyper_parallel.step.out_of_memory import describe, head_of
 from hyper_parallel.step.stage_gradients import Arithmetic, SharedGradients, reduced_gradients
 from hyper_parallel.step.stage_plan import StagePlan
+
+log = logging.getLogger(__name__)
 
 MOST_ORDERS = 64
 """Programs that are kept."""
@@ -68,6 +80,8 @@ class ProgramRunner:
         self._orders: dict[Counts, tuple[StepSchedule | None, Interpreter]] = {}
         self.last: StepSchedule | None = None
         """The order of the last training step; None where it is given."""
+        self.artifacts: Path | None = None
+        """The folder of what is compiled for the stages of training steps; None compiles nothing."""
 
     @cached_property
     def _state(self) -> dict[str, Tensor]:
@@ -118,6 +132,16 @@ class ProgramRunner:
         kinds, _ = self._run(counts, "evaluation", [fields_of(one) for one in micro])
         return _totals(kinds).get(LOSS, torch.zeros((), device=self._handle.device))
 
+    def next_logits(self, plan: StagePlan, micro: MicroBatch) -> Tensor:
+        """What `capture_micro_batch.next_logits` gives for `micro`, on every rank. A collective."""
+        kinds, _ = self._run(((plan, 1),), "sample", [fields_of(micro)])
+        logits = _totals(kinds).get(LOGITS)
+        if logits is None or self._handle.rank != self._place.devices.ranks[0]:
+            # Every rank of the group that computes them has the same ones.
+            shape = plan.stages.whole.returned[LOGITS].meta["value"].shape
+            logits = torch.zeros(shape, device=self._handle.device)
+        return self._handle.over_all_ranks(logits)
+
     def _run(
         self, counts: Counts, when: str, inputs: Sequence[Mapping[str, Tensor]]
     ) -> tuple[list[_Kind], StepSchedule | None]:
@@ -135,6 +159,10 @@ class ProgramRunner:
         except Exception as error:
             if is_out_of_memory(error):
                 raise self._out_of_memory(runs, when, error) from error
+            failed = runs.failed_node(error)
+            if failed is not None and is_compiled(failed[1]):
+                why = code_failed(failed[1], f"{when}, {pulse.position()}", error)
+                raise CompileError(f"{why}. {UNCOMPILED_ADVICE}") from error
             raise
         return kinds, found
 
@@ -180,10 +208,36 @@ class ProgramRunner:
                 (one for one in known if _same(one.gather, gather) and _same(one.reduce, reduce)), None
             )
             paired = {stage for pair in plan.turns for stage in pair}
-            cut = plan.stages.partition.stages
-            runners = {stage: StageRunner(cut[stage], self._state, pauses=stage in paired) for stage in mine}
+            stages = [plan.stages.partition.stages[stage] for stage in mine]
+            # Held-out losses are those of the model's own operators, as elsewhere.
+            if plan.trains and self.artifacts is not None:
+                stages = self._compiled(stages, self.artifacts)
+            runners = {
+                stage.number: StageRunner(stage, self._state, pauses=stage.number in paired)
+                for stage in stages
+            }
             self._kinds[plan] = _Kind(runners, once or OncePerStep(gather, reduce), [])
         return self._kinds[plan]
+
+    def _compiled(self, stages: list[Stage], artifacts: Path) -> list[Stage]:
+        """The stages with their layers compiled, on all ranks or none. A collective."""
+        made: list[Compiled] = []
+        why: str | None = None
+        with pulse.operation("compiling the stages"):
+            try:
+                made = [compiled(stage.step, artifacts) for stage in stages]
+            except CompileError as error:
+                log.debug("the stages could not be compiled", exc_info=True)
+                why = str(error)
+            failed = torch.tensor(float(why is not None), device=self._handle.device)
+            refused = self._handle.over_all_ranks(failed, "max").item() > 0
+        if refused:
+            self.artifacts = None
+            log.warning("%s", uncompiled_because(why or ELSEWHERE_UNCOMPILED))
+            return stages
+        for one in made:
+            log.info("%s", one)
+        return [replace(stage, step=one.step) for stage, one in zip(stages, made, strict=True)]
 
     def _order(self, counts: Counts) -> tuple[StepSchedule | None, Interpreter]:
         # The one that was used last comes last.

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 
 from hyper_parallel.compat.process_groups import gather_objects
-from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import GraphError, StrategyError
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.graph.guards import Question, Questions
@@ -29,6 +28,7 @@ from hyper_parallel.shard.model_structure import layers_or_refuse
 from hyper_parallel.shard.process_mesh import DATA_AXES, PipelinePlace
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import (
+    ForwardOutputs,
     capture_evaluation,
     capture_micro_batch_like,
     fields_of,
@@ -97,13 +97,13 @@ class SubmodelPlanner:
             trains=True,
         )
 
-    def evaluation(self, micro: MicroBatch, doubled: MicroBatch, loss: LossConfig) -> StagePlan:
+    def forward(self, micro: MicroBatch, doubled: MicroBatch, outputs: ForwardOutputs) -> StagePlan:
         """As `training`, of forward passes without gradients."""
 
         def capture(rows: MicroBatch, documents: bool) -> tuple[StepGraph, list[Question]]:
             questions, blank = Questions(fields_of(rows)), partial(blank_like, rows, self._device)
             step = capture_evaluation(
-                self._shadow, blank, loss, documents=documents, device=self._device, questions=questions
+                self._shadow, blank, outputs, documents=documents, device=self._device, questions=questions
             )
             return step, questions.asked
 

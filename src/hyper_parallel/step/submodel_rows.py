@@ -99,6 +99,11 @@ class SubmodelRows:
         own = groups[index]
         self._data, self._index = own.mesh.size(DATA_AXES), own.index(DATA_AXES, dist.get_rank())
 
+    @property
+    def of_micro_batch(self) -> int:
+        """Rows of a micro-batch, over all data ranks."""
+        return self._count
+
     def problem(self, batch: Rows, *, lengths: bool = True) -> str | None:
         """Why a step's rows cannot be computed, in words. `lengths`: rows must be as long as those of training."""
         wanted = self._shapes

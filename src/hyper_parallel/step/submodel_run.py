@@ -19,9 +19,12 @@ from torch import Tensor, nn
 
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData, TrainingData
+from hyper_parallel.data.multimodal import MediaPrompt
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.loss import IGNORED, valid_tokens
 from hyper_parallel.step.batches import StepBatch
+from hyper_parallel.step.micro_batch import PLACE
 from hyper_parallel.step.submodels import Submodels, submodels
 
 _ROW = "row"
@@ -44,10 +47,12 @@ class SubmodelBatches:
         self._length = data.train.positions(range(len(data.train)))
         self._held_out_length = data.eval.positions(range(len(data.eval))) if len(data.eval) else 0
         self._one = functools.lru_cache(maxsize=2 * batch)(lambda row: self._made((row,)))
-        core: Any = model
+        core: Any = without_adapters(model)
         self._rope = getattr(getattr(core, core.base_model_prefix, None), "get_rope_index", None)
         self.data_index = 0
         """Of this rank in its submodel, once that is known."""
+        self.prompt: MediaPrompt | None = None
+        """Of rows with a ``place``: those of a sample."""
 
     def largest(self) -> dict[str, Tensor]:
         """A step's rows with the most media, which need every submodel."""
@@ -78,12 +83,19 @@ class SubmodelBatches:
 
     def inputs(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model takes of some rows."""
-        device = rows[_ROW].device
-        numbers = tuple(rows[_ROW].tolist())
-        made = dict(self._one(numbers[0]) if len(numbers) == 1 else self._made(numbers))
-        del made["labels"]
-        # Padding stands behind, where no token attends to it.
-        del made["attention_mask"]
+        device = rows["input_ids"].device
+        if PLACE in rows:
+            assert self.prompt is not None, "a sample goes on from a prompt"
+            ids = rows["input_ids"].cpu()
+            one = self.prompt.inputs(ids[0].tolist())
+            made = {name: torch.cat([value] * len(ids)) for name, value in one.items()}
+            made[PLACE] = rows[PLACE][:1]
+        else:
+            numbers = tuple(rows[_ROW].tolist())
+            made = dict(self._one(numbers[0]) if len(numbers) == 1 else self._made(numbers))
+            del made["labels"]
+            # Padding stands behind, where no token attends to it.
+            del made["attention_mask"]
         made["position_ids"] = self._positions(made)
         made.pop("mm_token_type_ids", None)
         return {name: one.to(device) for name, one in made.items()}
@@ -129,6 +141,13 @@ class BuiltSubmodels:
         assert isinstance(batch, WholeBatch)
         loss = self.parts.forward_backward(batch.whole, step=batch.step)
         return loss * float(self.parts.handle.rank == 0)
+
+    def next_logits(self, prompt: MediaPrompt, ids: Sequence[int], place: int) -> Tensor:
+        """The logits of the token behind a place of a row that begins with a prompt, fp32 [V], on every rank. A
+        collective."""
+        self.batches.prompt = prompt
+        row = torch.tensor([ids])
+        return self.parts.next_logits({"input_ids": row, "labels": row, PLACE: torch.tensor([place])})
 
     def evaluate(self, ends: Callable[[], bool]) -> float | None:
         """As `train.evaluate.Evaluation.loss`; None also where nothing is held out."""

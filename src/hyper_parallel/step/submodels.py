@@ -26,6 +26,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.shard.model_structure import assigned_modules, submodel_of
 from hyper_parallel.shard.process_mesh import PipelinePlace
 from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.capture_micro_batch import ForwardOutputs, next_logits, summed_loss
 from hyper_parallel.step.pipeline import device_of
 from hyper_parallel.step.pipeline_build import check_processes, refuse_calls, shadow_of
 from hyper_parallel.step.program_runner import Counts, ProgramRunner, gradients_added, whole_loss
@@ -158,13 +160,14 @@ class Submodels:
         """`first`: the plan of micro-batches like `like`, which needs all submodels; `evaluation`: the loss of held-out
         rows."""
         self.handle, self._planner, self._rows, self._count = handle, planner, rows, micro_batches
-        self._first, self._evaluation = first, evaluation
+        self._first = first
         self._said = False
-        self._runner = ProgramRunner(handle, first, ProcessTransfers(handle.rank))
-        lead, forget = handle.rank == 0, self._runner.forget
+        self.runner = ProgramRunner(handle, first, ProcessTransfers(handle.rank))
+        lead, forget = handle.rank == 0, self.runner.forget
         self._training = Kinds(self._to_train, forget, lead)
         self._training.add(first, like)
-        self._evaluating = Kinds(self._to_evaluate, forget, lead)
+        self._evaluating = Kinds(partial(self._of_forward, summed_loss(evaluation)), forget, lead)
+        self._sampling = Kinds(partial(self._of_forward, next_logits), forget, lead)
 
     @property
     def plan(self) -> str:
@@ -177,7 +180,7 @@ class Submodels:
     def schedule(self) -> StepSchedule | None:
         """The order of the last step's passes, None before it. Its times are those by which it was made: a number for
         the FLOPs and bytes of each stage, with transfers left out."""
-        return self._runner.last
+        return self.runner.last
 
     def forward_backward(
         self, batch: Rows, *, step: int = 0, tokens: float | None = None, arrange: bool = True
@@ -211,7 +214,7 @@ class Submodels:
         divisor = torch.tensor(count, device=handle.device)
         counts, ordered = _in_order(self._training.sorted(rows, micro), micro)
         with gradients_added(handle):
-            loss = self._runner.train(counts, StepBatch(step, [], ordered, divisor), divisor)
+            loss = self.runner.train(counts, StepBatch(step, [], ordered, divisor), divisor)
         return whole_loss(handle, loss)
 
     def evaluate(self, batch: Rows, *, tokens: float | None = None, arrange: bool = True) -> Tensor:
@@ -227,8 +230,19 @@ class Submodels:
         rows = self._rows.arranged(batch) if arrange else StepRows.as_given(batch)
         micro = self._rows.shares(rows)
         counts, ordered = _in_order(self._evaluating.sorted(rows, micro), micro)
-        whole = whole_loss(self.handle, self._runner.evaluate(counts, ordered))
+        whole = whole_loss(self.handle, self.runner.evaluate(counts, ordered))
         return whole / count if count else whole * math.nan
+
+    def next_logits(self, row: Rows) -> Tensor:
+        """The logits of the token behind the place ``row["place"]``, int64 [1], of one row; fp32 [V], on every rank.
+
+        `inputs` makes ``place`` of it too, as it is. A collective. Raises StrategyError as `forward_backward` does.
+        """
+        copies = self._rows.of_micro_batch
+        rows = StepRows.as_given({name: torch.cat([one] * copies) for name, one in row.items()})
+        micro = self._rows.share(rows, 0)
+        [plan] = self._sampling.sorted(rows, [micro])
+        return self.runner.next_logits(plan, micro)
 
     def _say(self, rows: StepRows) -> None:
         """Say once where many rows are computed in vain."""
@@ -246,9 +260,9 @@ class Submodels:
     def _to_train(self, batch: StepRows, micro: MicroBatch, at: int) -> StagePlan:
         return self._checked(self._planner.training(micro, self._rows.doubled(batch, at), self._count), at)
 
-    def _to_evaluate(self, batch: StepRows, micro: MicroBatch, at: int) -> StagePlan:
+    def _of_forward(self, outputs: ForwardOutputs, batch: StepRows, micro: MicroBatch, at: int) -> StagePlan:
         doubled = self._rows.doubled(batch, at)
-        return self._checked(self._planner.evaluation(micro, doubled, self._evaluation), at)
+        return self._checked(self._planner.forward(micro, doubled, outputs), at)
 
     def _checked(self, plan: StagePlan, at: int) -> StagePlan:
         """Raise StrategyError for a plan that needs weights where they are not."""

@@ -21,7 +21,7 @@ from hyper_parallel.step.build import Built, build, fill
 from hyper_parallel.step.capture_train_step import state as state_of
 from hyper_parallel.step.epochs import with_steps
 from hyper_parallel.step.expert_balance import ExpertBalancer
-from hyper_parallel.step.profiling import Profiling
+from hyper_parallel.step.profiling import Profiling, StepTraces
 from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.step.submodel_run import SubmodelBatches
 from hyper_parallel.train.checkpoint_state import RunCheckpoints
@@ -118,7 +118,9 @@ class RunParts:
     meter: Meter
     interval: SaveInterval
     profiling: Profiling | None
-    """On rank 0 of a run that asks for one."""
+    """On rank 0 of a run that asks for one, of steps that are one graph."""
+    traces: StepTraces | None
+    """Of a run that asks for a profile, and has parts of the model on several ranks."""
     budget_meter: BudgetMeter | None
     """None without a memory budget."""
 
@@ -177,7 +179,10 @@ class RunParts:
             Meter(flops, worker.world, peak),
             SaveInterval(config.checkpoint),
             Profiling(train.profile, Path(config.out), worker, flops * tokens, peak)
-            if train.profile is not None and worker.rank == 0
+            if train.profile is not None and worker.rank == 0 and built.accumulate is None
+            else None,
+            StepTraces(train.profile, Path(config.out), worker)
+            if train.profile is not None and built.accumulate is not None
             else None,
             None if built.budget is None else BudgetMeter(built.budget),
         )

@@ -4,6 +4,9 @@ The inference engine (paged KV cache) computes each token once. What it cannot r
 refuses, a text longer than the context) is computed without a cache: a forward pass over a window of fixed length for
 each token, which any strategy that trains can do. Both give the same text up to rounding.
 
+Where parts of the model are on several ranks, each token costs a forward pass through all of them, and beside images
+one with these: `next_logits` computes it.
+
 Ranks never decide how many passes to make by what they computed, so they cannot lose each other. Every rank draws the
 same numbers, on the host in fp64, so that rounding in the logits hardly ever changes a token.
 """
@@ -17,10 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.data import Tokenizer
+from hyper_parallel.data.multimodal import MediaPrompt
 from hyper_parallel.shard.forward import inference
 from hyper_parallel.shard.loss import logits_of
 
 _STEP = 64
+NextLogits = Callable[[Sequence[int], int], Tensor]
+"""(ids of a window, a place in it) to the logits [V] of the token behind this place, the same on every rank."""
 
 
 def sample(
@@ -35,19 +41,22 @@ def sample(
     temperature: float = 0.0,
     seed: int = 0,
     ends: Callable[[], bool] = lambda: False,
+    next_logits: NextLogits | None = None,
+    placeholders: Collection[int] = (),
 ) -> str:
     """The text of the ids `prompt` and of up to `tokens` more; it ends early before any of the ids `stops`, and where
     `ends` returned true, which is asked before each token and must be the same on every rank.
 
     `sequence` is the longest context in tokens; of a longer text the end is seen. Temperature 0 takes the most
-    likely token; above it, token i is drawn with a number that is a function of (seed, i).
+    likely token; above it, token i is drawn with a number that is a function of (seed, i). `next_logits`: what computes
+    a window; left out, the model is called. `placeholders`: ids of which neighbours are shown once: of media.
     """
     draws = torch.rand(tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     ids = list(prompt) or [tokenizer.eos]
     start = len(ids)
     within = min(tokens, sequence - start + 1)
     stopped = False
-    if within > 0 and hasattr(model, "config"):
+    if within > 0 and next_logits is None and hasattr(model, "config"):
         # Here, since it imports Transformers, which training needs for Transformers' models alone.
         from hyper_parallel.train.cached_sample import add_cached
 
@@ -58,31 +67,33 @@ def sample(
     if not stopped:
         # A causal model's logits do not depend on what stands after a position, so the window is filled up.
         length = min(sequence, -(-(start + tokens) // _STEP) * _STEP)
-        _with_windows(model, ids, draws[len(ids) - start :], temperature, ends, length, tokenizer.pad, device)
+        logits = next_logits or beside_media(model, device)
+        with inference(model):
+            for draw in draws[len(ids) - start :]:
+                if ends():
+                    break
+                seen = ids[-length:]
+                window = seen + [tokenizer.pad] * (length - len(seen))
+                ids.append(_choose(logits(window, len(seen) - 1), temperature, draw))
     added = list(itertools.takewhile(lambda token: token not in stops, ids[start:]))
-    return tokenizer.decode(ids[:start] + added)
+    shown = [
+        one for at, one in enumerate(ids[:start]) if one not in placeholders or ids[at - 1 : at] != [one]
+    ]
+    return tokenizer.decode(shown + added)
 
 
-def _with_windows(
-    model: nn.Module,
-    ids: list[int],
-    draws: Tensor,
-    temperature: float,
-    ends: Callable[[], bool],
-    length: int,
-    pad: int,
-    device: torch.device,
-) -> None:
-    """Add a token to `ids` for each draw, until `ends` returns true."""
-    positions = torch.arange(length, device=device).unsqueeze(0)
-    with inference(model):
-        for draw in draws:
-            if ends():
-                return
-            seen = ids[-length:]
-            window = torch.tensor([seen + [pad] * (length - len(seen))], device=device)
-            logits = logits_of(model, window, positions)
-            ids.append(_choose(logits[0, len(seen) - 1], temperature, draw))
+def beside_media(model: nn.Module, device: torch.device, prompt: MediaPrompt | None = None) -> NextLogits:
+    """A forward pass of the whole model over a window, with the media of `prompt`, which the window begins with."""
+
+    def logits(window: Sequence[int], place: int) -> Tensor:
+        if prompt is None:
+            ids, positions = torch.tensor([window], device=device), torch.arange(len(window), device=device)
+            return logits_of(model, ids, positions.unsqueeze(0))[0, place]
+        # Of any length: steps on such rows are not captured.
+        given = {name: one.to(device) for name, one in prompt.inputs(window[: place + 1]).items()}
+        return logits_of(model, given.pop("input_ids"), None, **given)[0, place]
+
+    return logits
 
 
 def _choose(logits_V: Tensor, temperature: float, draw: Tensor) -> int:

@@ -87,7 +87,8 @@ class StepLoop:
             if parts.budget_meter is not None:
                 parts.budget_meter.begin()
             parts.meter.begin()
-            with pulse.step(done):
+            traced = contextlib.nullcontext() if parts.traces is None else parts.traces.step(done)
+            with pulse.step(done), traced:
                 result = stepper.run(
                     load_next=None if last else functools.partial(parts.batches.load, done, consumed),
                     memory=float(parts.worker.backend.memory_allocated()) if due else 0.0,

@@ -309,8 +309,8 @@ class Summary:
     budget: BudgetUse | None = None
     """What the memory budget came to, on this rank; None without one."""
     profile: list[str] | None = None
-    """The page and the traces of measured steps, with the prediction where there is one; None where no steps were
-    measured."""
+    """The page and the traces of measured steps, with the prediction where there is one; a trace of each rank where
+    parts of the model are on several; None where no steps were measured."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON-able values; what is not finite is None."""
@@ -364,10 +364,14 @@ class Summary:
             rows += self.budget.rows()
         if self.profile is not None:
             page, *traces = self.profile
-            rows.append(("profile", page))
-            rows += [("trace", f"{trace} (opens in ui.perfetto.dev)") for trace in traces]
-            if len(traces) == 1:
-                rows.append(("prediction", _NO_PREDICTION))
+            if page.endswith(".html"):
+                rows.append(("profile", page))
+                rows += [("trace", f"{trace} (opens in ui.perfetto.dev)") for trace in traces]
+                if len(traces) == 1:
+                    rows.append(("prediction", _NO_PREDICTION))
+            else:
+                folder = Path(page).parent
+                rows.append(("traces", f"{folder}, one for each rank (they open in ui.perfetto.dev)"))
         rows.append(("metrics", f"{self.out}/metrics.jsonl"))
         if self.checkpoint is not None:
             rows.append(("checkpoint", self.checkpoint))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -16,6 +17,7 @@ from torch import nn
 from hyper_parallel import compat
 from hyper_parallel.checkpoint.durable import explained
 from hyper_parallel.config import RunConfig
+from hyper_parallel.data import MultimodalData
 from hyper_parallel.data.export_assets import ends_of
 from hyper_parallel.errors import CheckpointError, HyperParallelError, LaunchError, WorkersFailedError
 from hyper_parallel.launch import Worker, run, stop
@@ -26,7 +28,7 @@ from hyper_parallel.report.waiting import announcing
 from hyper_parallel.step.epochs import epochs_line
 from hyper_parallel.train.checkpoint_state import RunState
 from hyper_parallel.train.run_parts import RunParts
-from hyper_parallel.train.sample import sample
+from hyper_parallel.train.sample import NextLogits, beside_media, sample
 from hyper_parallel.train.step_loop import StepLoop, StopVote
 from hyper_parallel.train.summary import Summary, shown
 
@@ -153,32 +155,38 @@ class _Run:
             conversations=parts.built.text.conversations,
             skipped=state.skipped,
             budget=None if parts.budget_meter is None else parts.budget_meter.use(),
-            profile=None if parts.profiling is None else parts.profiling.written,
+            profile=getattr(parts.profiling or parts.traces, "written", None),
         )
 
     def _sample(self, step: int) -> str | None:
         parts, wanted = self._parts, self._config.train.sample
         if not wanted or not wanted.tokens:
             return None
-        if parts.built.text.media:
-            parts.reporter.note("no sample: text beside images is not generated yet; export the checkpoint")
-            return None
-        if parts.built.pipeline is not None:
-            parts.reporter.note(
-                "no sample: the stages of a pipeline cannot generate text yet; export the checkpoint"
+        built, tokens, placeholders = parts.built, wanted.tokens, frozenset[int]()
+        next_logits: NextLogits | None = None if built.pipeline is None else built.pipeline.next_logits
+        if isinstance(built.text, MultimodalData):
+            prompt = built.text.media_prompt(wanted.prompt)
+            placeholders = frozenset(built.text.processor.placeholder_ids.values())
+            next_logits = (
+                beside_media(parts.model, parts.worker.device, prompt)
+                if built.submodels is None
+                else functools.partial(built.submodels.next_logits, prompt)
             )
-            return None
+            # Nothing of the prompt may leave the window, whose media stay.
+            tokens = min(tokens, max(0, self._config.data.sequence - len(prompt.ids)))
         text = sample(
             parts.model,
-            parts.built.text.tokenizer,
+            built.text.tokenizer,
             parts.prompt,
-            wanted.tokens,
-            stops=ends_of(parts.built.generation, parts.built.text),
+            tokens,
+            stops=ends_of(built.generation, built.text),
             sequence=self._config.data.sequence,
             device=parts.worker.device,
             temperature=wanted.temperature,
             seed=self._config.seed,
             ends=self._vote,
+            next_logits=next_logits,
+            placeholders=placeholders,
         )
         parts.reporter.text(step, "sample", text)
         return text
