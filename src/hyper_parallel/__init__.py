@@ -13,6 +13,7 @@ from hyper_parallel._version import __version__
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig, load
     from hyper_parallel.inference import Generator, TieredCache
+    from hyper_parallel.integration.own_step import Step, step
     from hyper_parallel.offloading.autograd import Swap, offload, release
     from hyper_parallel.shard.load_weights import init_weights, load_weights
     from hyper_parallel.shard.parallelize import parallelize
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from hyper_parallel.train import Trainer
     from hyper_parallel.verify import verify_file
 
+# A name without a home is that of a package, which is called: `step`.
 _HOMES = {
     "Generator": "inference",
     "Pipeline": "step.pipeline",
     "RunConfig": "config",
+    "Step": "integration.own_step",
     "Strategy": "strategy",
     "Submodels": "step.submodels",
     "Swap": "offloading.autograd",
@@ -40,6 +43,7 @@ _HOMES = {
     "pipeline": "step.pipeline",
     "release": "offloading.autograd",
     "sharded": "shard",
+    "step": "",
     "submodels": "step.submodels",
     "verify_file": "verify",
 }
@@ -48,6 +52,7 @@ __all__ = [
     "Generator",
     "Pipeline",
     "RunConfig",
+    "Step",
     "Strategy",
     "Submodels",
     "Swap",
@@ -62,6 +67,7 @@ __all__ = [
     "pipeline",
     "release",
     "sharded",
+    "step",
     "submodels",
     "verify_file",
 ]
@@ -70,7 +76,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
+    return getattr(home, name) if _HOMES[name] else home
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from hyper_parallel.integration.checkpoints import load, save
 from hyper_parallel.integration.hf_folder import read_folder, write_folder
 from hyper_parallel.integration.local_optimizer import on_local
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pipeline.py"
 TOLERANCE = 1e-5
 SHAPES = ((8, 16), (8, 24), (8, 16), (12, 16))
 """Rows and positions of each step: lengths and numbers of micro-batches change."""
@@ -310,7 +308,7 @@ def test_wrong_input_is_refused_with_its_mend() -> None:
         "",
         "call hp.pipeline(model, strategy, rows=…, length=…, micro_batches=…)",
         "torchrun --nproc-per-node 4",
-        "memory.device keeps a pipeline's steps within a budget in hyper-parallel train alone",
+        "call hp.step(model, strategy, ...)",
         "1 micro-batches keep at most 1 of 2 ranks busy",
     ]
     for found in (first, second):
@@ -325,22 +323,3 @@ def test_a_shape_of_nothing_is_refused(name: str) -> None:
     shape = {"rows": 1, "length": 16, "micro_batches": 2, name: 0}
     with pytest.raises(StrategyError, match=f"{name} must be at least 1; got 0"):
         hp.pipeline(_model(), hp.Strategy(axes={"pipeline": 2}), **shape)
-
-
-# The example.
-
-
-def _example(rank: int, world: int, axes: dict[str, int]) -> list[float]:
-    spec = importlib.util.spec_from_file_location("own_pipeline", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    losses: list[float] = module.train(6, axes)
-    return losses
-
-
-def test_the_example_trains_alike_on_one_process_and_on_two() -> None:
-    alone = _example(0, 1, {})
-    assert alone[-1] < alone[0]
-    for losses in run_ranks(_example, 2, {"pipeline": 2}):
-        assert losses == pytest.approx(alone, abs=1e-4)

@@ -29,7 +29,7 @@ from hyper_parallel.checkpoint.reader import Checkpoint
 from hyper_parallel.checkpoint.verify import file_damage
 from hyper_parallel.compat import fsdp
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.integration.optimizer_state import collect, restore
+from hyper_parallel.integration.optimizer_state import OPTIMIZER, collect, restore
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
 from hyper_parallel.train.checkpoint_state import model_names, model_shards
@@ -57,23 +57,38 @@ def save(
 ) -> None:
     """Write the model, and the optimizer unless it is None, as they are now into `folder`. A collective.
 
-    `optimizer` is one that `on_local` was called for, as it is or inside of Accelerate's. `state` is JSON, kept beside;
-    with the model's config as ``model_config`` the checkpoint can be exported. `assets`: `checkpoint.Writer.save`.
+    `optimizer` is one that `on_local` was called for, as it is or inside of Accelerate's; or a step's own. `state` is
+    JSON, kept beside; with the model's config as ``model_config`` the checkpoint can be exported. `assets`:
+    `checkpoint.Writer.save`.
 
     Raises CheckpointError, on all ranks, if the folder cannot be written.
     """
     ranks = ranks_of(handle)
     fsdp.free_gathered(handle.model)
-    pieces = _model(handle)
-    own: dict[str, Any] = {"adapters": _adapted(handle), "optimizer": None, "files": {}}
+    pieces, kept = saved_tensors(handle, optimizer)
+    own: dict[str, Any] = {"adapters": _adapted(handle), "optimizer": kept, "files": {}}
     if (schedule := folder / SCHEDULER).is_file():
         own["files"] = {SCHEDULER: hashlib.sha256(schedule.read_bytes()).hexdigest()}
-    if optimizer is not None:
-        moments, own["optimizer"] = collect(optimizer, ranks)
-        pieces.update(moments)
     # Nothing trains meanwhile, so nothing has to be copied first.
     with Writer(folder, handle.world, handle.rank, keep=1, streamed=True, group=ranks) as writer:
         writer.save(step, pieces, {**state, **own}, assets=assets)
+
+
+def saved_tensors(handle: ShardedModel, optimizer: Any) -> tuple[dict[str, Piece], dict[str, Any] | None]:
+    """What a checkpoint has of the model and, unless it is None, the optimizer: tensors by name, and the optimizer's
+    JSON. A collective."""
+    pieces = _model(handle)
+    if optimizer is None:
+        return pieces, None
+    if _is_of_step(optimizer):
+        return {**pieces, **optimizer.pieces()}, optimizer.state()
+    moments, kept = collect(optimizer, ranks_of(handle))
+    return {**pieces, **moments}, kept
+
+
+def _is_of_step(optimizer: Any) -> bool:
+    """Whether it is one of `step.optimizer`, and not PyTorch's."""
+    return hasattr(optimizer, "load_state")
 
 
 def load(folder: Path, handle: ShardedModel, optimizer: Any) -> dict[str, Any]:
@@ -98,14 +113,24 @@ def load(folder: Path, handle: ShardedModel, optimizer: Any) -> dict[str, Any]:
 
 def load_optimizer(folder: Path, handle: ShardedModel, optimizer: Any) -> None:
     """Fill the optimizer alone, as `load` does. A collective."""
-    with together(ranks_of(handle), folder, "read"):
+    ranks, pieces = ranks_of(handle), dict[str, Piece]()
+    everywhere: set[str] = set()
+    if _is_of_step(optimizer):
+        pieces = optimizer.pieces()
+        everywhere = {name for names in ranks.gather(json.dumps([*pieces])) for name in json.loads(names)}
+    with together(ranks, folder, "read"):
         checkpoint = Checkpoint(committed(folder))
         saved = checkpoint.state.get("optimizer")
         if saved is None:
             raise CheckpointError(
                 f"{checkpoint.path} holds no optimizer's state; it was saved for the model's sake"
             )
-        restore(optimizer, checkpoint, saved)
+        if not _is_of_step(optimizer):
+            restore(optimizer, checkpoint, saved)
+            return
+        checkpoint.match(pieces, OPTIMIZER, everywhere - pieces.keys())
+        checkpoint.fill(pieces, handle.rank)
+        optimizer.load_state(saved)
 
 
 def holds_ours(folder: Path) -> bool:

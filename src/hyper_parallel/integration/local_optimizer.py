@@ -13,7 +13,7 @@ just before a step and lose them right after it. The optimizer's state is then l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -149,6 +149,26 @@ def on_local(optimizer: Optimizer, handle: ShardedModel) -> None:
                 key: _local(value) if isinstance(value, Tensor) else value for key, value in state.items()
             }
     _attach(inner, Twins(handle, {id(twin.tensor): twin for twin in twins}))
+
+
+class ScheduledOptimizer:
+    """An optimizer of PyTorch's in the place of a step's own: it takes the share of its rate from the schedule."""
+
+    def __init__(self, make: Callable[[Any], Optimizer], handle: ShardedModel) -> None:
+        """`make`: of parameters. Raises IntegrationError as `on_local`."""
+        self.inner = make([one for one in handle.model.parameters() if one.requires_grad])
+        on_local(self.inner, handle)
+        self._rates = [group["lr"] for group in self.inner.param_groups]
+        self._scale = 1.0
+
+    def step(self, lr_scale: float) -> None:
+        """Update every parameter from its gradient. Rates are left alone while the scale is 1 in each step, so that a
+        scheduler of PyTorch's may set them."""
+        if lr_scale != 1 or self._scale != 1:
+            for group, rate in zip(self.inner.param_groups, self._rates, strict=True):
+                group["lr"] = rate * lr_scale
+        self._scale = lr_scale
+        self.inner.step()
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:

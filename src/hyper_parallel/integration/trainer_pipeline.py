@@ -178,7 +178,7 @@ class TrainerPipeline:
         for one in taken:
             rows = rows_of(one.inputs, self.handle, self._pad, length=length)
             if rows.rest:
-                raise IntegrationError(_not_taken(rows.rest))
+                raise IntegrationError(not_taken(rows.rest))
             assert rows.labels is not None, "the loss needs labels"
             positions = rows.position_ids
             if positions is None:
@@ -222,7 +222,8 @@ class TrainerPipeline:
         return filled
 
 
-def _not_taken(rest: Mapping[str, Any]) -> str:
+def not_taken(rest: Mapping[str, Any]) -> str:
+    """Why the stages of a pipeline cannot be given these inputs beside tokens and positions, in words."""
     if "attention_mask" in rest:
         return (
             "the attention mask hides positions that are not at the ends of rows (padding on the left?), which the "

@@ -24,13 +24,15 @@ from hyper_parallel.data.load import check_positions
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.paging import lend
 from hyper_parallel.report.waiting import waiting
-from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
+from hyper_parallel.shard import ShardedModel, init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.folder_weights import has_untied_weights
 from hyper_parallel.shard.forward import first_position
 from hyper_parallel.shard.model_structure import has_encoder
 from hyper_parallel.shard.parallelize import Lowering, check_tokens
 from hyper_parallel.shard.region_check.result_cache import unchanged
 from hyper_parallel.step.adapters import with_adapters
+from hyper_parallel.step.batches import Batches
+from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.engine import check_length, try_graph
 from hyper_parallel.step.epochs import with_steps
 from hyper_parallel.step.graph_cache import Graphs, eagerly
@@ -65,32 +67,22 @@ _UNSUPPORTED = (
 )
 
 
-@dataclass
-class Built:
-    """What a run trains and on what."""
+@dataclass(kw_only=True)
+class Parallelized:
+    """A model that is parallelized for its steps, and what runs them."""
 
     model: nn.Module
-    """Parallelized."""
-    model_config: dict[str, Any] | None
-    """The Transformers config as JSON has it; None for a module of the user's that has none."""
-    text: TrainingData
-    flops: Flops
     fresh: bool
     """The values are still to be drawn or loaded: the model is on the meta device."""
-    generation: dict[str, Any] | None = None
-    """How the model generates once it is exported; None for a module that is not Transformers'."""
     pipeline: BuiltPipeline | None = None
     """What the ranks of a pipeline run; None without one."""
-    submodels: BuiltSubmodels | None = None
-    """What the ranks of submodels run; None without them."""
     graphs: Graphs | None = None
     """What the engine `graph` runs; None for `eager`, also where the step cannot be captured."""
 
     @property
     def accumulate(self) -> Accumulate | None:
         """What gives gradients of a batch where parts of the model are on several ranks; None where each has all."""
-        parts = self.pipeline or self.submodels
-        return None if parts is None else parts.train
+        return None if self.pipeline is None else self.pipeline.train
 
     @property
     def budget(self) -> Budget | None:
@@ -100,6 +92,25 @@ class Built:
     def settling(self) -> contextlib.AbstractContextManager[None]:
         """Inside, parameters and optimizer state go where they rest as soon as they have values."""
         return contextlib.nullcontext() if self.budget is None else self.budget.settling()
+
+
+@dataclass(kw_only=True)
+class Built(Parallelized):
+    """What a run trains and on what."""
+
+    model_config: dict[str, Any] | None
+    """The Transformers config as JSON has it; None for a module of the user's that has none."""
+    text: TrainingData
+    flops: Flops
+    generation: dict[str, Any] | None
+    """How the model generates once it is exported; None for a module that is not Transformers'."""
+    submodels: BuiltSubmodels | None = None
+    """What the ranks of submodels run; None without them."""
+
+    @property
+    def accumulate(self) -> Accumulate | None:
+        """As of `Parallelized`."""
+        return super().accumulate if self.submodels is None else self.submodels.train
 
 
 def build(config: RunConfig, model: nn.Module | None = None, device: torch.device | str = "cpu") -> Built:
@@ -118,36 +129,71 @@ def build(config: RunConfig, model: nn.Module | None = None, device: torch.devic
     flops = language_flops(plain) if text.media else flops_of_model(plain)
     hf: Any = getattr(plain, "config", None)
     as_dict = json.loads(hf.to_json_string(use_diff=False)) if hasattr(hf, "to_json_string") else None
-    strategy = config.effective_strategy
-    if strategy.submodels:
-        generation = generation_config(config, hf, text)
+    known: dict[str, Any] = {
+        "model_config": as_dict,
+        "text": text,
+        "flops": flops,
+        "generation": generation_config(config, hf, text),
+    }
+    artifacts = artifacts_of(config, flops, device)
+    if config.effective_strategy.submodels:
         parts = build_submodels(config, plain, text, device)
-        parts.parts.runner.artifacts = artifacts_of(config, flops, device)
-        fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
-        return Built(plain, as_dict, text, flops, fresh, generation, submodels=parts)
-    generation = generation_config(config, hf, text)
-    if strategy.axes.pipeline > 1:
-        pipeline = build_pipeline(config, plain, text.train.several, device)
-        pipeline.runner.artifacts = artifacts_of(config, flops, device)
-        fresh = any(one.parameter.is_meta for one in sharded(plain).owned())
-        graphs = None
-        if strategy.memory.device is not None:
-            graphs = pipeline_graphs(config, pipeline, device)
-        return Built(plain, as_dict, text, flops, fresh, generation, pipeline, graphs=graphs)
-    captured, handle = None, None
-    if isinstance(text, MultimodalData):
+        parts.parts.runner.artifacts = artifacts
+        return Built(model=plain, fresh=has_no_values(plain), submodels=parts, **known)
+
+    def first_shape(handle: ShardedModel) -> BatchShape:
+        train, cpu = config.train, torch.device("cpu")
+        batches = Batches(text.train, text.order, train.batch, config.micro_batch, handle, cpu)
+        return BatchShape.of(batches.load(0, 0).micro)
+
+    if isinstance(text, MultimodalData) and config.effective_strategy.axes.pipeline == 1:
         check_precision(config, plain)
         if config.train.engine == "graph":
             log.warning("%s", eagerly(EAGER))
-    elif config.train.engine == "graph":
-        captured, handle = try_graph(config, plain, text, device, artifacts_of(config, flops, device))
-    lowering: Lowering = "fsdp" if captured is None else "traceable"
-    parallelize(plain, strategy, lowering=lowering, like=handle)
-    check_length(sharded(plain), config)
-    if captured is not None and captured.budget is not None:
-        lend(plain)
-    fresh = any(parameter.is_meta for parameter in plain.parameters())
-    return Built(plain, as_dict, text, flops, fresh, generation, graphs=captured)
+        config = eager(config)
+    parallel = parallelized(config, plain, first_shape, text.train.several, device, artifacts)
+    return Built(**vars(parallel), **known)
+
+
+def parallelized(
+    config: RunConfig,
+    model: nn.Module,
+    first_shape: Callable[[ShardedModel], BatchShape],
+    documents: bool,
+    device: torch.device | str,
+    artifacts: Path | None = None,
+) -> Parallelized:
+    """Parallelize a run's model in place, whose steps are captured where they can be. A collective.
+
+    `first_shape`: of the first step on this rank, from the handle of a copy of the model; `documents`: rows may hold
+    several; `artifacts`: as of `artifacts_of`. Raises StrategyError or BudgetError.
+    """
+    strategy = config.effective_strategy
+    if strategy.axes.pipeline > 1:
+        pipeline = build_pipeline(config, model, documents, device)
+        pipeline.runner.artifacts = artifacts
+        staged = None if strategy.memory.device is None else pipeline_graphs(config, pipeline, device)
+        return Parallelized(model=model, fresh=has_no_values(model), pipeline=pipeline, graphs=staged)
+    graphs, handle = None, None
+    if config.train.engine == "graph":
+        graphs, handle = try_graph(config, model, first_shape, device, artifacts)
+    lowering: Lowering = "fsdp" if graphs is None else "traceable"
+    parallelize(model, strategy, lowering=lowering, like=handle)
+    check_length(sharded(model), config)
+    if graphs is not None and graphs.budget is not None:
+        lend(model)
+    return Parallelized(model=model, fresh=has_no_values(model), graphs=graphs)
+
+
+def has_no_values(model: nn.Module) -> bool:
+    """Whether a parallelized model has its values still to be drawn or loaded: parameters that this rank holds are on
+    the meta device."""
+    return any(one.parameter.is_meta for one in sharded(model).owned())
+
+
+def eager(config: RunConfig) -> RunConfig:
+    """The run with the engine `eager`."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"engine": "eager"})})
 
 
 def compared_with_owner(
@@ -181,7 +227,7 @@ def unsharded(config: RunConfig, model: nn.Module | None = None) -> tuple[nn.Mod
     return made, text
 
 
-def fill(built: Built, config: RunConfig, device: torch.device) -> None:
+def fill(built: Parallelized, config: RunConfig, device: torch.device) -> None:
     """Give a model on the meta device its values: those of the folder, or new ones of the run's seed."""
     if built.fresh:
         fill_model(built.model, config, device)

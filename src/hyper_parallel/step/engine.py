@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from hyper_parallel.config import RunConfig
-from hyper_parallel.data import TrainingData
 from hyper_parallel.errors import BudgetError, StrategyError
 from hyper_parallel.overlap.collective_order import APART, DIGEST, order_digest
 from hyper_parallel.report.waiting import waiting
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.plan import plan
-from hyper_parallel.step.batches import Batches
 from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_cache import (
     ELSEWHERE,
@@ -36,15 +35,15 @@ log = logging.getLogger(__name__)
 def try_graph(
     config: RunConfig,
     model: nn.Module,
-    text: TrainingData,
+    first_shape: Callable[[ShardedModel], BatchShape],
     device: torch.device | str,
     artifacts: Path | None = None,
 ) -> tuple[Graphs | None, ShardedModel | None]:
     """The graphs of a run's steps, None where some rank cannot capture the first; and the handle of the shadow, whose
     process groups the real model can use. A collective.
 
-    `model`: as it is before any strategy; it is not changed. `artifacts`: the folder of what is compiled for the
-    graphs; None does not compile. Raises StrategyError;
+    `model`: as it is before any strategy; it is not changed. `first_shape`: of the first step, from the shadow's
+    handle. `artifacts`: the folder of what is compiled for the graphs; None does not compile. Raises StrategyError;
     BudgetError where no plan keeps a step within the memory that it was given.
     """
     try:
@@ -68,8 +67,7 @@ def try_graph(
     graphs = Graphs(
         Recipe.of(config, shadow), device, artifacts, budget, whole=train.profile is not None, store=store
     )
-    batches = Batches(text.train, text.order, train.batch, config.micro_batch, handle, torch.device("cpu"))
-    shape = BatchShape.of(batches.load(0, 0).micro)
+    shape = first_shape(handle)
     try:
         if store is not None and not _all(handle, graphs.stored(shape), device):
             # A rank that reads its step makes process groups at once, and one that captures it as it goes.

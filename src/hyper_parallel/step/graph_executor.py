@@ -70,6 +70,9 @@ class GraphStepper:
     def begin(self, batch: StepBatch) -> None:
         """Take the batch that the next `run` computes; collectives, needed before the first one only."""
         recipe = self._recipe
+        if self._eager is not None:
+            self._eager.begin(batch)
+            return
         self._state = {
             name: tensor.detach()
             for name, (_, tensor) in state(recipe.handle, recipe.optimizer).items()
@@ -78,7 +81,7 @@ class GraphStepper:
         }
         ready = self._graphs.ready(self._graphs.shape_of(batch.micro))
         ends = recipe.handle.over_all_ranks(batch.tokens.new_tensor(float(not ready)))
-        self._take(batch, recipe.tokens(batch), ends.item() > 0)
+        self.take(batch, recipe.tokens(batch), ends.item() > 0)
 
     def run(
         self,
@@ -115,7 +118,7 @@ class GraphStepper:
             with pulse.operation("planning anew"):
                 self._replanning.plan_anew()
         if host.following is not None:
-            self._take(host.following, host.tokens, result.graph_ends)
+            self.take(host.following, host.tokens, result.graph_ends)
         return result
 
     def probe(self, batch: StepBatch) -> StepResult | None:
@@ -209,13 +212,16 @@ class GraphStepper:
                 self._graphs.drop(found)
         raise refused(step, load, graph.load, why or ELSEWHERE_FULL)
 
-    def _take(self, batch: StepBatch, tokens: Tensor, graph_ends: bool) -> None:
+    def take(self, batch: StepBatch, tokens: Tensor, graph_ends: bool = False) -> None:
+        """Take the next batch, whose valid `tokens` over all ranks are known. `graph_ends`: some rank has no graph for
+        it. Raises BudgetError where there is none, and must be."""
         self._batch, self._tokens = batch, tokens
         if graph_ends and self._graphs.budget is not None:
             raise BudgetError(over_budget(self._graphs.refused or ELSEWHERE))
         if graph_ends:
             log.warning("%s", eagerly(self._graphs.refused or ELSEWHERE))
             self._eager = Stepper(self._recipe)
+        if self._eager is not None:
             self._eager.take(batch, tokens)
 
     def _raise_non_finite(self, batch: StepBatch, given: Mapping[str, Tensor], result: StepResult) -> None:

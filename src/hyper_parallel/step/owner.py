@@ -61,7 +61,7 @@ def against_owner(
     remember(model, found)
     if not refuses:
         return Prepared(config, model, text, found)
-    _refuse(config, model, found)
+    refuse_unlike(config, model, found)
     packing, name = found.get("packing"), type(without_adapters(model)).__name__
     if packing is not None and packing.verdict == "right":
         return Prepared(config, model, text, found)
@@ -109,7 +109,8 @@ def _unknown(
     return Prepared(config, model, load(config), found)
 
 
-def _refuse(config: RunConfig, model: nn.Module, found: Verdicts) -> None:
+def refuse_unlike(config: RunConfig, model: nn.Module, found: Verdicts) -> None:
+    """Raise ConfigError for another loss than the model's own, StrategyError for rows that depend on each other."""
     strategy, name = config.effective_strategy, type(without_adapters(model)).__name__
     loss = found["loss"]
     if not loss.right:

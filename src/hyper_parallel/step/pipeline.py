@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError, StrategyError
-from hyper_parallel.shard import parallelize, sharded
+from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.forward import documents_known, inference, several_documents
 from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
 from hyper_parallel.shard.plan.plan import check_length
@@ -103,8 +103,8 @@ class Pipeline:
             check_processes(axes.world, f"the strategy's axes multiply to {axes.world} ({axes.product})")
             if strategy.memory.device is not None:
                 raise StrategyError(
-                    "memory.device keeps a pipeline's steps within a budget in hyper-parallel train alone, where the "
-                    "update is part of the step's graph; leave it or the pipeline out"
+                    "memory.device keeps a pipeline's steps within a budget where the update is part of the step's "
+                    "graph: call hp.step(model, strategy, ...), or leave it or the pipeline out"
                 )
             self._built = cut_into_stages(model, strategy, shape, device, losses)
         else:
@@ -208,12 +208,20 @@ class Pipeline:
         collective."""
         given = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         problem = self._problem(given, fill)
-        shape = (0, 0) if problem is not None else tuple(input_ids.shape)
+        shape = (0, 0) if problem is not None else (input_ids.size(0), input_ids.size(1))
         several = bool(documents)
         if documents is None and problem is None and position_ids is not None:
             several = several_documents(position_ids)
         valid = 0 if problem is not None else int(valid_tokens(labels))
-        tokens, several = self._agreed(shape, several, valid, problem)
+        tokens, several = agree_on_rows(
+            self.handle,
+            shape,
+            f"{shape[0]} rows of {shape[1]} positions",
+            self._device,
+            several=several,
+            valid=valid,
+            problem=problem,
+        )
         if not tokens and not fill:
             raise DataError("no token of the rows bears loss; check that labels are not all -100")
         if documents is None:
@@ -274,31 +282,40 @@ class Pipeline:
             )
         return None
 
-    def _agreed(
-        self, shape: tuple[int, ...], several: bool, valid: int, problem: str | None
-    ) -> tuple[float, bool]:
-        """Valid tokens over all ranks, and whether any row holds several documents; one collective.
 
-        Raises DataError on every rank where one has a problem, or other shapes than another.
-        """
-        handle, squares = self.handle, [size * size for size in shape]
-        mine = [
-            int(problem is not None),
-            int(several),
-            valid * int(handle.speaks(ROW_AXES)),
-            *shape,
-            *squares,
-        ]
-        told = handle.over_all_ranks(torch.tensor(mine, dtype=torch.int64, device=self._device))
-        problems, documents, tokens, *sizes = told.tolist()
-        if problem is not None:
-            raise DataError(problem)
-        if problems:
-            raise DataError("the rows of another rank cannot be computed; its own error says why")
-        # Numbers are equal where n Σ x² = (Σ x)², and not otherwise.
-        if any(handle.world * sizes[2 + at] != sizes[at] ** 2 for at in range(2)):
-            raise DataError(
-                f"this rank has {shape[0]} rows of {shape[1]} positions, and another one has other numbers; give every "
-                "rank as many rows, padded to one length"
-            )
-        return float(tokens), bool(documents)
+def agree_on_rows(
+    handle: ShardedModel,
+    shape: tuple[int, int],
+    described: str,
+    device: torch.device,
+    *,
+    several: bool,
+    valid: int,
+    problem: str | None,
+) -> tuple[float, bool]:
+    """Valid tokens over all ranks, and whether any row holds several documents; one collective.
+
+    `shape`: two numbers that every rank must have alike, which errors call `described`. `valid`: tokens of this rank's
+    rows. Raises DataError on every rank where one has a problem, or another shape.
+    """
+    squares = [size * size for size in shape]
+    mine = [
+        int(problem is not None),
+        int(several),
+        valid * int(handle.speaks(ROW_AXES)),
+        *shape,
+        *squares,
+    ]
+    told = handle.over_all_ranks(torch.tensor(mine, dtype=torch.int64, device=device))
+    problems, documents, tokens, *sizes = told.tolist()
+    if problem is not None:
+        raise DataError(problem)
+    if problems:
+        raise DataError("the rows of another rank cannot be computed; its own error says why")
+    # Numbers are equal where n Σ x² = (Σ x)², and not otherwise.
+    if any(handle.world * sizes[2 + at] != sizes[at] ** 2 for at in range(2)):
+        raise DataError(
+            f"this rank has {described}, and another one has other numbers; give every rank as many rows, padded to "
+            "one length"
+        )
+    return float(tokens), bool(documents)

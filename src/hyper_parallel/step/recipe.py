@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,10 @@ class GradientRecipe:
     loss: LossConfig | None = field(default=None, kw_only=True)
 
 
+MakeOptimizer = Callable[[nn.Module, Any], Optimizer]
+"""(the parallelized model, `train.optimizer`) to its optimizer."""
+
+
 @dataclass(frozen=True)
 class Recipe(GradientRecipe):
     """A step without its batch."""
@@ -115,13 +120,15 @@ class Recipe(GradientRecipe):
     router_bias_rate: float = 0.0
 
     @classmethod
-    def of(cls, config: RunConfig, model: nn.Module) -> Recipe:
+    def of(
+        cls, config: RunConfig, model: nn.Module, make_optimizer: MakeOptimizer = build_optimizer
+    ) -> Recipe:
         """The step of a run, on a model that was parallelized; its optimizer begins anew."""
         train = config.train
         return cls(
             model,
             sharded(model),
-            build_optimizer(model, train.optimizer),
+            make_optimizer(model, train.optimizer),
             schedule(train.schedule, train.steps),
             seed=config.seed,
             clip=train.clip,

@@ -29,6 +29,9 @@ from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.nonfinite_report import non_finite
 from hyper_parallel.step.recipe import ControlVector, Recipe, StepResult, StepSums
 
+LossOf = Callable[..., Tensor]
+"""A part of the step's loss with the arguments of `causal_lm_loss`."""
+
 
 def accumulate(
     model: nn.Module,
@@ -37,10 +40,11 @@ def accumulate(
     tokens: Tensor,
     seed: int,
     options: LossConfig | None = None,
+    loss_of: LossOf = causal_lm_loss,
 ) -> Tensor:
     """Add the gradients of a rank's micro-batches; its part of the step's loss, a detached zero-dim fp32 tensor.
 
-    `tokens` is the number of valid tokens of the step over all ranks.
+    `tokens` is the number of valid tokens of the step over all ranks. `loss_of`: called as `causal_lm_loss` is.
     """
     total = torch.zeros((), device=tokens.device)
     for index, micro in enumerate(batch.micro):
@@ -51,7 +55,7 @@ def accumulate(
             logs.at(batch.step + 1, index),
             handle.micro_batch(seed=seed, step=batch.step, rows=micro.rows, last=last),
         ):
-            loss = causal_lm_loss(
+            loss = loss_of(
                 model,
                 micro.input_ids,
                 micro.labels,
@@ -105,9 +109,23 @@ class Stepper:
         Raises DataError when no token of the batch bears loss, and NonFiniteError when the loss or the gradient
         norm is not finite; parameters and optimizer are then as before the step. Every rank raises the same.
         """
+        return self.update(self.gradients(), load_next=load_next, memory=memory, requests=requests)
+
+    def gradients(self) -> Tensor:
+        """The first half of `run`: gradients of the batch at hand; this rank's part of the loss."""
+        return self._accumulate(self._batch, self._tokens)
+
+    def update(
+        self,
+        loss: Tensor,
+        *,
+        load_next: Callable[[], StepBatch] | None,
+        memory: float,
+        requests: Callable[[], Requests] = Requests,
+    ) -> StepResult:
+        """The second half of `run`, from this rank's part of the loss; the gradients are there."""
         recipe, batch, tokens = self._recipe, self._batch, self._tokens
         model, handle = recipe.model, recipe.handle
-        loss = self._accumulate(batch, tokens)
         norm = handle.grad_norm()
         following = load_next() if load_next is not None else None
         said = control_values_of(following, requests(), memory, loss.device)

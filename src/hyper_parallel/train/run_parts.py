@@ -17,12 +17,13 @@ from hyper_parallel.launch import Worker
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.experts.loads import has_biases
 from hyper_parallel.step.batches import Batches
-from hyper_parallel.step.build import Built, build, fill
+from hyper_parallel.step.build import Built, Parallelized, build, fill
 from hyper_parallel.step.capture_train_step import state as state_of
 from hyper_parallel.step.epochs import with_steps
 from hyper_parallel.step.expert_balance import ExpertBalancer
+from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.step.profiling import Profiling, StepTraces
-from hyper_parallel.step.recipe import Recipe
+from hyper_parallel.step.recipe import MakeOptimizer, Recipe
 from hyper_parallel.step.submodel_run import SubmodelBatches
 from hyper_parallel.train.checkpoint_state import RunCheckpoints
 from hyper_parallel.train.evaluate import Evaluation
@@ -201,12 +202,18 @@ class RunParts:
         return self.built.model
 
 
-def recipe_of(config: RunConfig, built: Built, handle: ShardedModel, device: torch.device) -> Recipe:
+def recipe_of(
+    config: RunConfig,
+    built: Parallelized,
+    handle: ShardedModel,
+    device: torch.device,
+    make_optimizer: MakeOptimizer = build_optimizer,
+) -> Recipe:
     """The step, of a model that has values; under a budget its state is where it rests between steps."""
     try:
         with built.settling():
             fill(built, config, device)
-            recipe = Recipe.of(config, built.model)
+            recipe = Recipe.of(config, built.model, make_optimizer)
         if built.budget is not None:
             known = state_of(handle, recipe.optimizer)
             built.budget.settle_others({name: tensor.detach() for name, (_, tensor) in known.items()})
