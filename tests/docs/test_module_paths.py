@@ -30,6 +30,8 @@ OTHERS = {
     "config.output_attentions",
 }
 """Files of other projects, and attributes of variables in examples."""
+STEP = re.findall(r"def ([a-z]\w+)", (PACKAGE / "integration/own_step.py").read_text(encoding="utf-8"))
+"""What `hp.step` returns has these, and is called `step` in examples, as a folder is."""
 
 
 def stale(text: str) -> list[str]:
@@ -45,6 +47,8 @@ def _known(name: str) -> bool:
     parts = name.removeprefix("hyper_parallel.").split(".")
     is_dotted = re.fullmatch(r"[a-z]\w*(\.\w+)+", name) and parts[0] in FOLDERS
     if not is_dotted or parts[-1] in ("json", "yaml", "html") or _is_key(parts):
+        return True
+    if parts[0] == "step" and parts[1] in STEP:
         return True
     path = PACKAGE
     while parts and (path / parts[0]).is_dir():
