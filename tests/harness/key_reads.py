@@ -135,6 +135,13 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 OTHERS: dict[str, Any] = {
+    "rank": 4,
+    "targets": ["q_proj"],
+    "alpha": 8,
+    "rslora": True,
+    "dora": True,
+    "dropout": 0.1,
+    "attention": "eager",
     "nodes": 2,
     "node_rank": 1,
     "rendezvous": "10.0.0.1:29500",
@@ -181,11 +188,22 @@ OTHERS: dict[str, Any] = {
 """Another value than the default, by a key's last part."""
 
 
+NEEDS = {
+    "model.adapter.": ["model.adapter.rank=4"],
+    "roles.reference.": ["rl.kl=0.1"],
+    "roles.reward.": ["roles.reward.model=folder", "task.reward=model"],
+}
+"""What a key needs beside it, by how it begins."""
+
+
 def refusal(model: type[BaseModel], base: dict[str, Any], key: str) -> str | None:
     """The line that refuses a key that is written; None where it is taken."""
     name = key.rpartition(".")[2]
+    needs = [one for prefix, others in NEEDS.items() if key.startswith(prefix) for one in others]
+    if key.startswith("model.") and "model" not in base:
+        needs.append("model.config={model_type: llama}")
     try:
-        build(model, [("run.yaml", base)], [f"{key}={json.dumps(OTHERS[name])}"])
+        build(model, [("run.yaml", base)], [*needs, f"{key}={json.dumps(OTHERS[name])}"])
     except ConfigError as error:
         return str(error)
     return None
@@ -198,7 +216,7 @@ def ignored_keys(model: type[BaseModel], base: dict[str, Any], read: Collection[
     for key in sorted(set(leaves(model)) - set(read)):
         known = key.rpartition(".")[2] in OTHERS
         line = refusal(model, base, key) if known else "no other value to try"
-        parts = key.split(".")[1:]
+        parts = key.split(".")[-2:]
         if line is None or "\n" in line or not any(f"'{one}" in line or f".{one}" in line for one in parts):
             ignored.append(f"{key}: {line}")
     return ignored

@@ -41,6 +41,7 @@ _LAUNCHED = ("workers", "nodes", "node_rank", "timeout", "grace", "token")
 ELSEWHERE = {
     "version": "of the format: the loader has it",
     "strategy.version": "likewise",
+    "strategy.placement.collectives": "of axes that span levels (tests/placement)",
     "logs": "the folder that a command with workers names as theirs",
     **dict.fromkeys(
         _PREDICTED, "of the file that `simulate --generate` reads (docs/inference-predictions.md)"

@@ -26,6 +26,10 @@ OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "lion", "adafactor")
 ELSEWHERE = {
     "version": "of the format: the loader has it",
     **{f"roles.{role}.strategy.version": "likewise" for role in ("actor", "rollout", "reference", "reward")},
+    **{
+        f"roles.{role}.strategy.placement.collectives": "of axes that span levels (tests/placement)"
+        for role in ("actor", "rollout", "reference", "reward")
+    },
     "roles.address": "of a Ray cluster, which is not here (tests/ray_cluster)",
     "roles.reference.strategy.precision.reduce": "of gradients, which a reference has none of",
     "roles.reward.strategy.precision.reduce": "of gradients, which a reward model has none of",
@@ -51,17 +55,18 @@ def runs(folder: Path) -> list[RLConfig]:
         "rollout": {"devices": 1, "page": 16, "strategy": {"memory": {"device": "64MiB"}}},
         "reference": {"devices": 2, "strategy": spread},
     }
+    (folder / "flash").mkdir()
+    few = {"steps": 1, "prompts": 2, "group": 2, "max_tokens": 2}
     return [
-        rl_config(folder / "apart", model={"adapter": {"rank": 2}}, rl={"steps": 1, "kl": 0.1}, roles=apart),
+        rl_config(folder / "apart", model={"adapter": {"rank": 2}}, rl={**few, "kl": 0.1}, roles=apart),
         rl_config(
             folder / "turns",
-            rl={"steps": 1, "algorithm": "ppo", "objective": "truncated"},
+            rl={**few, "algorithm": "ppo", "objective": "truncated"},
             warmup={"steps": 2, "batch": 4, "until": 0.9},
+            eval={"prompts": 2},
             roles={"rollout": {"page": 16}, "sleep": {"host": "64MiB", "flash": str(folder / "flash")}},
         ),
-        rl_config(
-            folder / "scored", rl={"steps": 1}, characters="0123456789=", task=file, roles={"reward": scores}
-        ),
+        rl_config(folder / "scored", rl=few, characters="0123456789=", task=file, roles={"reward": scores}),
     ]
 
 
@@ -95,7 +100,8 @@ def all_reads(folder: Path) -> set[str]:
     data = [config.model_dump(mode="json") for config in runs(folder)]
     two = {"devices": "0-1", "strategy": {"axes": {"shard": 2}}}
     config = rl_config(folder / "two", rl={"steps": 2}, roles={"actor": two})
-    return run_ranks(run_reads, 1, data)[0] | run_ranks(actor_reads, 2, config.model_dump(mode="json"))[0]
+    read: set[str] = run_ranks(run_reads, 1, data, timeout=250)[0]
+    return read | run_ranks(actor_reads, 2, config.model_dump(mode="json"), timeout=250)[0]
 
 
 def test_every_key_is_read_or_refused(tmp_path: Path) -> None:
