@@ -48,7 +48,7 @@ def _known(name: str) -> bool:
     is_dotted = re.fullmatch(r"[a-z]\w*(\.\w+)+", name) and parts[0] in FOLDERS
     if not is_dotted or parts[-1] in ("json", "yaml", "html") or _is_key(parts):
         return True
-    if parts[0] == "step" and parts[1] in STEP:
+    if parts[0] == "step" and parts[-1] in STEP:
         return True
     path = PACKAGE
     while parts and (path / parts[0]).is_dir():
