@@ -67,7 +67,7 @@ def sample(
     if not stopped:
         # A causal model's logits do not depend on what stands after a position, so the window is filled up.
         length = min(sequence, -(-(start + tokens) // _STEP) * _STEP)
-        logits = next_logits or beside_media(model, device)
+        logits = next_logits or window_logits(model, device)
         with inference(model):
             for draw in draws[len(ids) - start :]:
                 if ends():
@@ -82,8 +82,8 @@ def sample(
     return tokenizer.decode(shown + added)
 
 
-def beside_media(model: nn.Module, device: torch.device, prompt: MediaPrompt | None = None) -> NextLogits:
-    """A forward pass of the whole model over a window, with the media of `prompt`, which the window begins with."""
+def window_logits(model: nn.Module, device: torch.device, prompt: MediaPrompt | None = None) -> NextLogits:
+    """A forward pass of the whole model over each window, with the media of `prompt`, which windows begin with."""
 
     def logits(window: Sequence[int], place: int) -> Tensor:
         if prompt is None:

@@ -28,7 +28,7 @@ from hyper_parallel.report.waiting import announcing
 from hyper_parallel.step.epochs import epochs_line
 from hyper_parallel.train.checkpoint_state import RunState
 from hyper_parallel.train.run_parts import RunParts
-from hyper_parallel.train.sample import NextLogits, beside_media, sample
+from hyper_parallel.train.sample import NextLogits, sample, window_logits
 from hyper_parallel.train.step_loop import StepLoop, StopVote
 from hyper_parallel.train.summary import Summary, shown
 
@@ -168,7 +168,7 @@ class _Run:
             prompt = built.text.media_prompt(wanted.prompt)
             placeholders = frozenset(built.text.processor.placeholder_ids.values())
             next_logits = (
-                beside_media(parts.model, parts.worker.device, prompt)
+                window_logits(parts.model, parts.worker.device, prompt)
                 if built.submodels is None
                 else functools.partial(built.submodels.next_logits, prompt)
             )
