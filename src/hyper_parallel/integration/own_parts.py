@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,8 +129,8 @@ class Declared:
             return (
                 dict(self.model) if {"config", "path"} & self.model.keys() else {"config": dict(self.model)}
             )
-        if isinstance(self.model, str):
-            return {"path": self.model}
+        if isinstance(self.model, str | Path):
+            return {"path": str(self.model)}
         hf = getattr(self.model, "config", self.model)
         return {"config": {"model_type": getattr(hf, "model_type", None) or type(self.model).__name__}}
 
@@ -137,9 +138,15 @@ class Declared:
         """The model before any strategy; from a config or a folder without values. Raises ConfigError."""
         if isinstance(self.model, nn.Module):
             return self.model
-        if isinstance(self.model, str | Mapping):
+        if isinstance(self.model, str | Path | Mapping):
             return on_meta(transformers_config(config.model), config)
         return causal_model(self.model, getattr(torch, config.effective_strategy.precision.param))
+
+    def multiple(self, model: nn.Module) -> int:
+        """What the positions of a row are padded to a multiple of."""
+        if self.strategy.submodels:
+            return 1
+        return length_multiple(make_plan(model, self.strategy.of_stage))
 
 
 class StepParts:
@@ -156,10 +163,7 @@ class StepParts:
         if filled:
             as_on_rank_0(self.model)
         shared = _of_all_ranks(secrets.token_hex(4))[0]
-        multiple = 1
-        if not strategy.submodels:
-            multiple = length_multiple(make_plan(self.model, strategy.of_stage))
-        self.config = declared.run(batch, multiple, f"hp.step-{shared}")
+        self.config = declared.run(batch, declared.multiple(self.model), f"hp.step-{shared}")
         self.submodels: Submodels | None = None
         if strategy.submodels:
             self.submodels = self._submodels(batch)
@@ -200,6 +204,11 @@ class StepParts:
         parallel = parallelized(config, self.model, first_shape, documents, self.device, artifacts)
         rows = self._rows(sharded(self.model), self.device, refused)
         rows.documents, rows.captured = documents, parallel.graphs is not None
+        if parallel.pipeline is not None and rows.captured and not documents:
+            rows.documents_refused = refused or (
+                "the budget of a pipeline was planned for rows of one document each; give hp.step(batch=…) a batch "
+                "whose rows hold several"
+            )
         self.rows = rows
         return parallel
 

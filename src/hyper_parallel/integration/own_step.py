@@ -12,10 +12,8 @@ recipe makes the update. Submodels differ in who has which rows, and share the r
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +33,7 @@ from hyper_parallel.graph.liveness import peak
 from hyper_parallel.integration.checkpoints import load, save, saved_tensors
 from hyper_parallel.integration.own_parts import Declared, Gradients, Loss, StepParts
 from hyper_parallel.integration.own_rows import Batch
-from hyper_parallel.integration.parallel_run import Given, check_world, read, script_unseen, world_size
+from hyper_parallel.integration.parallel_run import Given, check_world, read, world_size
 from hyper_parallel.launch import stop
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.shard import ShardedModel
@@ -149,8 +147,6 @@ class Step:
             raise StrategyError(
                 "strategy: hp.step takes axes and bytes that are written; hyper-parallel plan chooses them"
             )
-        if not strategy.submodels:
-            check_world(strategy, world_size())
         # What is wrong with the arguments is told before there is a batch.
         declared.run()
         self._made: StepParts | None = None
@@ -159,6 +155,8 @@ class Step:
     def prepare(self, batch: Batch) -> None:
         """Parallelize the model for batches like this one. A collective; the first step does it where nobody did."""
         if self._made is None:
+            if not self._declared.strategy.submodels:
+                check_world(self._declared.strategy, world_size())
             self._made = StepParts(self._declared, batch)
 
     def __call__(self, batch: Batch) -> StepResult:
@@ -363,21 +361,28 @@ class Step:
     def _allocated(self) -> float:
         return float(backend(self._parts.device.type).memory_allocated())
 
-    def predict(self, cluster: Cluster | str) -> Prediction:
-        """What this step takes on a cluster, a preset's name or a file, by simulation. No collective.
+    def predict(self, cluster: Cluster | str, batch: Batch | None = None) -> Prediction:
+        """What this step takes on a cluster, a preset's name or a file, by simulation. No ranks are needed.
 
-        Raises ConfigError for a cluster that is too small, StrategyError for what is not simulated.
+        `batch`: rows of a data rank, of whose shape the steps are; needed before the first step. Raises ConfigError for
+        a cluster that is too small, StrategyError for submodels and in a process that has a process group.
         """
-        parts, config = self._parts, self.config
-        if parts.submodels is not None or parts.plain is None:
-            kind = "submodels" if parts.submodels is not None else "a model that cannot be copied"
-            raise StrategyError(f"predict: the step of {kind} is not simulated")
+        declared = self._declared
+        if declared.strategy.submodels:
+            raise StrategyError(
+                "predict: the step of submodels is not simulated; hyper-parallel plan estimates it"
+            )
+        if torch.distributed.is_initialized():
+            raise StrategyError(
+                "predict: ranks are simulated by a process group of their own, and this process has one; call "
+                "hp.step(model, strategy).predict(cluster, batch) in a process without one"
+            )
+        plain = declared.module(declared.run()) if self._made is None else self._made.plain
+        if plain is None or (batch is None and self._made is None):
+            raise StrategyError("predict: give it a batch, and a model that can be copied")
+        config = self.config if batch is None else declared.run(batch, declared.multiple(plain))
         known = cluster if isinstance(cluster, Cluster) else cluster_of(cluster, config)
-        if not torch.distributed.is_initialized():
-            return predict_run(config, known, model=without_values(parts.plain))
-        # Ranks are faked there by a process group of their own, and this process has one.
-        with script_unseen(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
-            return apart.submit(predict_run, config, known, model=parts.plain).result()
+        return predict_run(config, known, model=without_values(plain))
 
     @property
     def config(self) -> RunConfig:

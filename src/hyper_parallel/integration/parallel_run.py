@@ -326,7 +326,7 @@ def _chosen(run: RunConfig, world: int) -> str:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     worker = Worker(0, 0, world, local, device, compat.backend(device.type))
     try:
-        with script_unseen():
+        with _script_unseen():
             found = choose(run, machine_of(run, worker, _say), world, _say)
     except HyperParallelError as error:
         return json.dumps({"error": str(error)})
@@ -336,7 +336,7 @@ def _chosen(run: RunConfig, world: int) -> str:
 
 
 @contextlib.contextmanager
-def script_unseen() -> Iterator[None]:
+def _script_unseen() -> Iterator[None]:
     """Inside, processes that are started do not run the user's script first, which need not guard its main part."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
