@@ -50,10 +50,10 @@ from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.layout import DeviceGroup, Mesh
 from hyper_parallel.planner.submodels.search import BestSizes, best
 from hyper_parallel.planner.submodels.sizes import Row, StateBytes, Task
+from hyper_parallel.program.instruction_loop import Turns
 from hyper_parallel.runtime.build_program import step_program
 from hyper_parallel.runtime.interpreter import Interpreter
 from hyper_parallel.runtime.rank_transfers import ProcessTransfers
-from hyper_parallel.runtime.stage_runner import Turns
 from hyper_parallel.schedule import Costs, MicroBatchKind, step_schedule
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.workload.submodels import EncoderCosts, LanguageCosts, Line, ModelCosts, Times

@@ -101,8 +101,6 @@ def _whole(tensor: int) -> StagePrice:
         **whole,
         exposed=0,
         parts={},
-        gather=0,
-        reduce=0,
         memory=first.memory,
         resident=first.resident,
         gathered=0,

@@ -20,11 +20,12 @@ from hyper_parallel.graph.stage_graph import Partition, partition
 from hyper_parallel.layout import Mesh
 from hyper_parallel.program import DeviceGroup, Program, RunPair
 from hyper_parallel.program.build import Schedule
+from hyper_parallel.program.instruction_loop import ended
 from hyper_parallel.runtime import interpreter
 from hyper_parallel.runtime.build_program import pipeline_program
 from hyper_parallel.runtime.interpreter import Interpreter, stages_on
 from hyper_parallel.runtime.rank_transfers import MemoryTransfers, Transfers, memory_channels
-from hyper_parallel.runtime.stage_runner import StageRunner, ended
+from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.step.capture_micro_batch import capture_micro_batch
 from hyper_parallel.step.micro_batch import MICRO_FIELDS
 

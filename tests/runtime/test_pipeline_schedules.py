@@ -14,8 +14,9 @@ from harness.families import FAMILIES
 from harness.pipelines import Captured, Tensors, run_in_threads
 from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.program.build import Schedule
+from hyper_parallel.program.instruction_loop import Turns, together
 from hyper_parallel.runtime.rank_transfers import MemoryTransfers
-from hyper_parallel.runtime.stage_runner import StageRunner, Turns, together
+from hyper_parallel.runtime.stage_runner import StageRunner
 from hyper_parallel.schedule import Costs, ScheduleName, auto_schedule, named_schedule, with_steady_pairs
 
 MICRO = 8

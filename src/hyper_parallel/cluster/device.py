@@ -91,6 +91,8 @@ class Device:
 
     def seconds(self, work: Work) -> float:
         """Seconds of the operator, alone on the device."""
+        if work.seconds is not None:
+            return work.seconds
         if work.kind == "host":
             return self.launch
         busy = max(self.compute_seconds(work), self.memory_seconds(work))

@@ -1,4 +1,4 @@
-"""Prediction of a pipeline's step: each stage that differs is priced once, and the schedule is timed task by task."""
+"""Prediction of a pipeline's step: each stage that differs is priced once, the Program is expanded and simulated."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ from torch import nn
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.pipeline_timeline import Ends, PipelineStep, pipeline_step
+from hyper_parallel.estimate.pipeline_trace import pipeline_trace
 from hyper_parallel.estimate.prediction import Prediction, count_micro_batches, micro_batch
 from hyper_parallel.estimate.stage_capture import CapturedStages, capture_stages, refuse_unsupported
 from hyper_parallel.estimate.stage_price import StagePrice, hidden_seconds, price_stage
 from hyper_parallel.graph.stage_cut import flops_cost
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.program import TaskKind
+from hyper_parallel.report.html import schedule_begin, task_spans
 from hyper_parallel.report.pipeline import GroupFigures, PipelineFigures, StageFigures
 from hyper_parallel.report.sheets import describe_ranks
 from hyper_parallel.runtime.build_program import choose_schedule
 from hyper_parallel.runtime.stage_costs import border_bytes, sum_bytes
 from hyper_parallel.schedule import Costs, Schedule, stages_of
-from hyper_parallel.simulator.simulate import source_of
+from hyper_parallel.simulator import simulate
 from hyper_parallel.step.out_of_memory import head_of
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Timeline
 from hyper_parallel.workload import flops_of_model
-
-DEPTH = 2
-"""Receives of a value that a group has posted at once (`program.to_program`)."""
-_NORM_BYTES = 64
-"""Of the sum over all ranks that a step ends with: the norm, the loss and what else is told."""
 
 
 def predict_pipeline(
@@ -78,31 +74,13 @@ def predict_pipeline(
         hidden = hidden_seconds(found, cluster, apart, len(groups), algorithm)
         costs = replace(costs, hidden=hidden)
     schedule = choose_schedule(strategy.pipeline, len(groups), count, costs)
-    say(f"timing {sum(map(len, schedule.orders)):,} tasks of schedule {schedule.name}")
-    device = cluster.device
-    assert device is not None
-    dtype = strategy.precision.compute
-    made = pipeline_step(
-        schedule,
-        groups,
-        prices,
-        costs,
-        _ends(found, prices, schedule, groups, cluster),
-        _buffers(found, schedule),
-        norm=cluster.collective_seconds("all_reduce", _NORM_BYTES, range(strategy.axes.world)),
-    )
+    trace = pipeline_trace(found, prices, costs, schedule, groups, cluster, views, fused)
+    say(f"simulating {sum(map(len, trace.ops.values())):,} ops of schedule {schedule.name}")
     tokens = config.train.batch * config.data.sequence
     flops = flops_of_model(plain).per_token(config.data.sequence) * tokens
-    timeline = Timeline(
-        replace(made.trace, model_flops=flops),
-        made.spans,
-        predicted=True,
-        device=device.name,
-        cluster=cluster.name,
-        source=source_of(cluster),
-        peak_flops=device.peak(dtype),
-        capacity={"device": device.memory.bytes / device.memory.ranks},
-    )
+    timeline = simulate(replace(trace, model_flops=flops), cluster, algorithm=algorithm, masking=False)
+    assert cluster.device is not None
+    timeline = replace(timeline, peak_flops=cluster.device.peak(strategy.precision.compute))
     notes += _notes(found, strategy, schedule)
     return Prediction(
         timeline,
@@ -113,7 +91,7 @@ def predict_pipeline(
         micro_batch(config),
         head_of(plain),
         tuple(notes),
-        pipeline=_figures(found, prices, schedule, made, timeline, groups),
+        pipeline=_figures(found, prices, schedule, timeline, groups),
         tasks=_sums(one.parts for one in prices),
     )
 
@@ -136,8 +114,8 @@ def _notes(found: CapturedStages, strategy: Strategy, schedule: Schedule) -> lis
             "a step has one micro-batch, so that the device groups compute one after another; set train.micro_batch"
         )
     told.append(
-        "a task of a stage takes as long as alone: transfers beside it do not slow it down; collectives of its own "
-        "mesh are part of it, and are waited for where they begin; the update waits for the norm over all groups"
+        "collectives of a stage's own mesh are part of its tasks, and are waited for where they begin; transfers "
+        "between device groups slow tasks beside them as collectives do; the update waits for the norm over all groups"
     )
     if schedule.pairs:
         told.append(
@@ -199,7 +177,7 @@ def _priced(
 
 def _slowest(prices: Sequence[StagePrice]) -> StagePrice:
     """One price with the longest of each time."""
-    names = ("forward", "input", "weight", "exposed", "gather", "reduce", "update")
+    names = ("forward", "input", "weight", "exposed", "update")
     longest = {name: max(getattr(one, name) for one in prices) for name in names}
     return replace(prices[0], **longest)
 
@@ -245,53 +223,13 @@ def _border(found: CapturedStages, border: int) -> int:
     return max(sum_bytes(here.sends), sum_bytes(there.gradients_out))
 
 
-def _buffers(found: CapturedStages, schedule: Schedule) -> list[int]:
-    """Bytes of the receives that each group has posted ahead, values and gradients."""
-    held = [0] * schedule.ranks
-    for stage, place in enumerate(schedule.placement):
-        one = found.partition.stages[found.captured[stage]]
-        for number, crossings in ((stage - 1, one.receives), (stage + 1, one.gradients_in)):
-            if 0 <= number < schedule.stages and schedule.placement[number] != place:
-                held[place] += DEPTH * sum_bytes(crossings)
-    return held
-
-
-def _ends(
-    found: CapturedStages,
-    prices: Sequence[StagePrice],
-    schedule: Schedule,
-    groups: Sequence[DeviceGroup],
-    cluster: Cluster,
-) -> list[Ends]:
-    """What each group does once a step."""
-    ends = [Ends() for _ in groups]
-    for stage, place in enumerate(schedule.placement):
-        one, price = ends[place], prices[stage]
-        ends[place] = Ends(one.gather + price.gather, one.reduce + price.reduce, one.update + price.update)
-    for name, places in found.users.items():
-        # A weight of several stages, tied ones for example: each has a part of its gradient.
-        homes = sorted({schedule.placement[s] for s, at in enumerate(found.captured) if at in places})
-        known = found.resident.get(name)
-        if known is None or len(homes) < 2:
-            continue
-        ranks = [[groups[home].ranks[at] for home in homes] for at in range(len(groups[0].ranks))]
-        seconds = max(cluster.collective_seconds("all_reduce", known.gradient, one) for one in ranks)
-        for home in homes:
-            ends[home] = replace(ends[home], reduce=ends[home].reduce + seconds)
-    return ends
-
-
 def _figures(
     found: CapturedStages,
     prices: Sequence[StagePrice],
     schedule: Schedule,
-    made: PipelineStep,
     timeline: Timeline,
     groups: Sequence[DeviceGroup],
 ) -> PipelineFigures:
-    timing = made.timing
-    span = timing.makespan
-    begin = min((one[0] for one in timing.starts if one), default=0.0)
     stages = tuple(
         StageFigures(
             stage,
@@ -306,20 +244,26 @@ def _figures(
         )
         for stage, price in enumerate(prices)
     )
+    tasks = {group.name: task_spans(timeline, group.name) for group in groups}
+    begins = {name: min(spans[0].start, schedule_begin(timeline, name)) for name, spans in tasks.items()}
+    begin = min(begins.values())
+    end = max(spans[-1].end for spans in tasks.values())
     told = []
     for place, group in enumerate(groups):
         mine = [stage for stage, at in enumerate(schedule.placement) if at == place]
-        bubble = timing.bubbles[place]
+        spans = tasks[group.name]
+        computing = sum(span.end - span.start for span in spans)
+        fill, drain = spans[0].start - begins[group.name], end - spans[-1].end
         held = [prices[stage].resident for stage in mine]
         told.append(
             GroupFigures(
                 place,
                 describe_ranks(timeline, group.name),
                 tuple(mine),
-                sum(e - s for s, e in zip(timing.starts[place], timing.ends[place], strict=True)),
-                bubble.fill,
-                bubble.waiting,
-                bubble.drain,
+                computing,
+                fill,
+                spans[-1].end - spans[0].start - computing,
+                drain,
                 timeline.peak_of(group.name).bytes,
                 sum(one.parameter + one.gradient + one.optimizer for one in held)
                 + sum(prices[stage].gathered for stage in mine),
@@ -330,8 +274,8 @@ def _figures(
         schedule.name,
         found.counts,
         schedule.micro_batches,
-        span - begin,
-        timeline.step - (span - begin),
+        end - begin,
+        timeline.step - (end - begin),
         stages,
         tuple(told),
         sum(map(len, schedule.pairs)),

@@ -8,6 +8,7 @@ between neighbours, or the layers are not known by kind, all layers are captured
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -15,10 +16,11 @@ from torch import nn
 
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.errors import ConfigError, StrategyError
+from hyper_parallel.errors import ConfigError, GraphError, StrategyError
 from hyper_parallel.estimate.prediction import count_micro_batches, micro_batch
 from hyper_parallel.estimate.step_figures import Resident, resident_of
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.pass_manager import rewritten
 from hyper_parallel.graph.stage_cut import NodeCost, balanced_cut, check_inner, layer_costs, layer_stages
 from hyper_parallel.graph.stage_graph import Partition, Stage
@@ -83,9 +85,58 @@ class CapturedStages:
         """The names of what a rank of a captured stage holds."""
         return [name for name, stages in self.users.items() if stage.number in stages]
 
+    def all_stages(self) -> tuple[Partition, tuple[Mapping[str, str], ...]]:
+        """The stages of all ranks, those that are alike with crossings of their own; and for each, the crossings of the
+        captured stage to its own, by name. Raises GraphError where alike stages take other values."""
+        stages = [
+            replace(self.partition.stages[at], number=number) for number, at in enumerate(self.captured)
+        ]
+        if len(stages) == len(self.partition.stages):
+            whole = tuple({one.name: one.name for one in _crossings(stage)} for stage in stages)
+            return self.partition, whole
+        names: list[dict[str, str]] = [{} for _ in stages]
+        fields: list[dict[str, list[Crossing]]] = [
+            {"receives": [], "sends": [], "gradients_in": [], "gradients_out": []} for _ in stages
+        ]
+        for border, (here, there) in enumerate(itertools.pairwise(stages)):
+            for giver, taker, gives, takes, given, taken in (
+                (border, border + 1, "sends", "receives", here.sends, there.receives),
+                (border + 1, border, "gradients_out", "gradients_in", there.gradients_out, here.gradients_in),
+            ):
+                for one, other in _matched(given, taken):
+                    crossing = replace(one, source=giver, target=taker)
+                    names[giver][one.name] = names[taker][other.name] = crossing.name
+                    fields[giver][gives].append(crossing)
+                    fields[taker][takes].append(crossing)
+        placed = (
+            replace(stage, **{name: tuple(own) for name, own in mine.items()})  # type: ignore[arg-type]
+            for stage, mine in zip(stages, fields, strict=True)
+        )
+        return Partition(tuple(placed), {}), tuple(names)
+
     def once(self, stage: Stage) -> tuple[StepGraph | None, StepGraph | None]:
         """What a captured stage gathers before its first micro-batch, and reduces after its last one."""
         return self.stages_apart.gather([stage.number]), self.stages_apart.reduce([stage.number])
+
+
+def _crossings(stage: Stage) -> tuple[Crossing, ...]:
+    return (*stage.receives, *stage.sends, *stage.gradients_in, *stage.gradients_out)
+
+
+def _matched(given: Sequence[Crossing], taken: Sequence[Crossing]) -> list[tuple[Crossing, Crossing]]:
+    """Each value that a stage takes with the first like it that its neighbour gives; others are not sent."""
+    left = list(given)
+    pairs = []
+    for other in taken:
+        like = (other.value.shape, other.value.dtype)
+        one = next((one for one in left if (one.value.shape, one.value.dtype) == like), None)
+        if one is None:
+            raise GraphError(
+                f"no stage gives {other.name}, {other.value.shape}, to a stage that is like another"
+            )
+        left.remove(one)
+        pairs.append((one, other))
+    return pairs
 
 
 def capture_stages(

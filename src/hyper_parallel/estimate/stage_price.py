@@ -4,9 +4,14 @@ forward   = end of the host point ``forward``            of the stage's simulate
 input     = end of ``input`` − that
 weight    = end of the graph − that + the sum into the gradients of the micro-batches before
             + what a framework computes again that no gradient needs  (`whole_recompute`, where the context says so)
-gather    = Σ seconds of what runs before the first micro-batch  (`step.pipeline_stages`)
-reduce    = Σ seconds of what runs after the last one
 update    = Σ seconds of clipping and of the optimizer, for the stage's parameters
+
+A task is then one op of so many seconds in the step's Trace (`task_ops`), which allocates and frees what it changes:
+
+    F       what is saved, and while it runs what it needs beyond that       I      less `released` at its end
+    W       frees the rest                                                   the first W: the gradients of its stage
+
+besides the values that cross, which are freed where the stage uses them last, or by their transfer.
 """
 
 from __future__ import annotations
@@ -29,18 +34,21 @@ from hyper_parallel.graph.gradients import GRADIENT
 from hyper_parallel.graph.host_nodes import HostPoint
 from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.lower import lowered
+from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_cut import NodeCost
 from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.graph.step_context import current_step, region_of
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.overlap.merge_tasks import MergedTasks
-from hyper_parallel.runtime.stage_costs import StageMemory, stage_memory
+from hyper_parallel.program import StageOps, TaskOps
+from hyper_parallel.runtime.stage_costs import PortMemory, StageMemory, port_memory, stage_memory
+from hyper_parallel.runtime.stage_ops import adding
 from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.step.micro_batch import WEIGHT
 from hyper_parallel.step.pipeline_plan import hidden_matrix, merged_pairs, pairs_on_one_rank
 from hyper_parallel.step.stage_plan import StagePair
-from hyper_parallel.trace import Collective, Op, Timeline, Trace
+from hyper_parallel.trace import Bytes, Collective, Kind, Op, Timeline, Trace
 from hyper_parallel.trace.timeline import step_parts
 from hyper_parallel.workload.work import Work
 
@@ -57,10 +65,8 @@ class StagePrice:
     """Of them, those in which only a collective of the stage's own mesh runs."""
     parts: Mapping[str, float]
     """Of them, by class of operators and collective (`trace.timeline`)."""
-    gather: float
-    reduce: float
     update: float
-    """Seconds once a step."""
+    """Seconds of the update, once a step."""
     memory: StageMemory
     """Of one micro-batch."""
     resident: Resident
@@ -109,7 +115,6 @@ def price_stage(
     step = stage.step
     timeline = _simulated(step, cluster, ranks, algorithm, views, fused)
     ends = {span.op.name: span.end for span in timeline.spans if span.op.name in (_FORWARD, _INPUT)}
-    gather, reduce = found.once(stage)
     again = 0.0
     if current_step().recomputes_whole:
         ops = (span.op for span in timeline.spans)
@@ -120,18 +125,11 @@ def price_stage(
         weight=timeline.step - ends[_INPUT] + (_adding(step, cluster) if several else 0.0) + again,
         exposed=timeline.exposed,
         parts=step_parts(timeline),
-        gather=_seconds(gather, cluster, ranks, algorithm),
-        reduce=_seconds(reduce, cluster, ranks, algorithm),
         update=_update(found, stage, cluster, ranks, algorithm),
         memory=stage_memory(stage),
         resident=_resident(found, stage, several=several),
         gathered=gathered_bytes(step),
     )
-
-
-def _seconds(step: StepGraph | None, cluster: Cluster, ranks: Sequence[int], algorithm: Algorithm) -> float:
-    """Seconds of a graph's nodes, one after the other."""
-    return 0.0 if step is None else sum(map(node_seconds(step, cluster, ranks, algorithm), step.nodes))
 
 
 _FORWARD, _INPUT = f"host {HostPoint.FORWARD.value}", f"host {HostPoint.INPUT.value}"
@@ -144,12 +142,12 @@ def _simulated(
     """One micro-batch of a stage."""
     found = lowered(step, sizes=balanced_sizes(step), views=views, fused=fused)
     groups: dict[tuple[int, ...], tuple[int, ...]] = {}
-    ops = tuple(_placed(op, ranks, groups) for op in found.ops)
+    ops = tuple(placed(op, ranks, groups) for op in found.ops)
     trace = Trace({"stage": ops}, dict.fromkeys(ranks, "stage"), {"stage": found.resident})
     return simulate(trace, cluster, algorithm=algorithm, masking=False)
 
 
-def _placed(op: Op, ranks: Sequence[int], groups: dict[tuple[int, ...], tuple[int, ...]]) -> Op:
+def placed(op: Op, ranks: Sequence[int], groups: dict[tuple[int, ...], tuple[int, ...]]) -> Op:
     """An op on the ranks of the device group. `groups`: known groups of places to their ranks."""
     if op.collective is None:
         return op
@@ -162,21 +160,8 @@ def _placed(op: Op, ranks: Sequence[int], groups: dict[tuple[int, ...], tuple[in
 def _adding(step: StepGraph, cluster: Cluster) -> float:
     """Seconds in which a micro-batch's gradients are added to those of the micro-batches before."""
     assert cluster.device is not None
-    total = 0.0
-    gradient = 0 if current_step().sums_in_products else 1
-    for node in _summed(step):
-        for value in values_of(node):
-            size = known(value.bytes, balanced_sizes(step))
-            work = Work(
-                "elementwise",
-                vector_flops=size / value.dtype.itemsize,
-                read=(1 + gradient) * size,
-                written=size,
-                dtype=str(value.dtype).removeprefix("torch."),
-                op="aten.add_.Tensor",
-            )
-            total += cluster.device.seconds(work)
-    return total
+    values = [value for node in _summed(step) for value in values_of(node)]
+    return sum(cluster.device.seconds(adding(step, value)) for value in values)
 
 
 def _summed(step: StepGraph) -> list[fx.Node]:
@@ -206,6 +191,72 @@ def _resident(found: CapturedStages, stage: Stage, *, several: bool) -> Resident
         sum(one.parameter for one in here),
         _bytes(step, summed),
         sum(one.optimizer for one in here),
+    )
+
+
+GRADIENTS = "gradients of stage {}"
+"""The name of the memory that a stage's micro-batches add their gradients to."""
+_EARLY, _KEPT, _BACK, _TOTAL, _WORKING = -1, -2, -3, -4, -5
+"""Storages besides those of values that cross: what the INPUT half frees of what is saved, what stays for the WEIGHT
+half, what recomputation brings back for it, the gradients, and, downwards, what each task needs while it runs."""
+_PHASES = ("forward", "input gradients", "weight gradients")
+
+
+def task_ops(stage: Stage, price: StagePrice, number: int, ports: Mapping[str, str]) -> StageOps:
+    """The tasks of a stage, an op each. `number`: of the stage, for which the captured one may stand; `ports`: to each
+    name of what that one takes and gives, the port, of which the stage may have fewer."""
+    found, memory = port_memory(stage), price.memory
+
+    def of(crossings: Iterable[Crossing]) -> dict[int, PortMemory]:
+        return {found[one.name].storage: found[one.name] for one in crossings}
+
+    def bytes_in(values: Mapping[int, PortMemory], task: int) -> int:
+        return sum(one.bytes for one in values.values() if one.last >= task)
+
+    def named(crossings: Iterable[Crossing]) -> dict[str, int]:
+        return {ports[one.name]: found[one.name].storage for one in crossings if one.name in ports}
+
+    received, forward = of((*stage.receives, *stage.gradients_in)), of((*stage.receives, *stage.sends))
+    values = forward | of((*stage.gradients_in, *stage.gradients_out))
+    saved = max(0, memory.saved - bytes_in(forward, 1))
+    left = max(0, memory.left - bytes_in(values, 2))
+    early, back = max(0, saved - left), max(0, left - saved)
+    sent, sent_back = of(stage.sends), of(stage.gradients_out)
+    halves = [
+        (price.forward, {_EARLY: early, _KEPT: saved - early}, sent, (), saved + bytes_in(forward, 0)),
+        (price.input, {_BACK: back}, sent_back, (_EARLY,), saved + back + bytes_in(values, 1)),
+        (price.weight, {}, {}, (_KEPT, _BACK), left + bytes_in(values, 2)),
+    ]
+    ops = []
+    for task, (seconds, kept, made, frees, base) in enumerate(halves):
+        working = _WORKING - task
+        there = received if task == 0 else received | forward
+        new = {storage: one.bytes for storage, one in made.items() if storage not in there}
+        needed = {working: max(0, memory.peaks[task] - base)}
+        kinds: dict[Kind, dict[int, int]] = {"activation": kept, "temporary": needed}
+        kinds["temporary" if task else "activation"] |= new
+        ops.append(
+            Op(
+                task,
+                f"{'FIW'[task]}{number}.{{}}",
+                f"stage {number}",
+                _PHASES[task],
+                work=Work("task", seconds=seconds),
+                allocates=tuple(
+                    Bytes(storage, size, kind)
+                    for kind, sizes in kinds.items()
+                    for storage, size in sizes.items()
+                ),
+                frees=(*frees, working, *(storage for storage, one in values.items() if one.last == task)),
+            )
+        )
+    total = Bytes(_TOTAL, price.resident.gradient, "gradient", name=GRADIENTS.format(number))
+    gradients = Op(len(ops), total.name, f"stage {number}", _PHASES[2], allocates=(total,))
+    return StageOps(
+        TaskOps((ops[0],), named(stage.receives), named(stage.sends)),
+        TaskOps((ops[1],), named(stage.gradients_in), named(stage.gradients_out)),
+        TaskOps((gradients, ops[2]), first=frozenset({gradients.index})),
+        {total.name: _TOTAL},
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hyper_parallel.report.sheets import Sheet
 from hyper_parallel.trace import Span, Timeline, is_compute
+from hyper_parallel.trace.trace import PAIRED
 from hyper_parallel.units import format_duration
 
 
@@ -70,8 +71,6 @@ def sheet_table(sheet: Sheet, badge: str) -> str:
 # that run as a pair are drawn one above the other.
 
 _TASK = re.compile(r"([FBIW])(\d+)\.(\d+)$")
-PAIRED = " with "
-"""Between the names of the tasks of a pair."""
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 _CAUSES = ("fill", "waiting", "transfer", "drain")
 
@@ -96,21 +95,33 @@ def idle_stretches(timeline: Timeline, name: str) -> list[IdleStretch]:
     """The idle stretches of a rank class of a pipeline, in order."""
     spans = timeline.of(name)
     by_index = {span.op.index: span for span in spans}
-    tasks = [span for span in spans if _tasks(span) and is_compute(span.op.queue)]
-    begin = max((span.end for span in spans if span.op.phase == "gather"), default=0.0)
+    begin = schedule_begin(timeline, name)
     last = max((span.start for span in spans if span.op.name == "update"), default=timeline.step)
     found: list[IdleStretch] = []
-    cursor = begin
-    for span in tasks:
-        received = [by_index[index] for index in span.op.after if by_index[index].op.collective is not None]
-        moved = min((one.start for one in received if one.end > cursor), default=span.start)
+    cursor, awaited = begin, list[Span]()
+    for span in spans:
+        if is_compute(span.op.queue) and span.op.work is None:
+            awaited += [by_index[index] for index in span.op.after if by_index[index].op.collective]
+        if not _tasks(span):
+            continue
+        moved = min((one.start for one in awaited if one.end > cursor), default=span.start)
         parts = [("fill" if cursor == begin else "waiting", cursor, min(moved, span.start))]
         parts.append(("transfer", max(cursor, moved), span.start))
         found += [IdleStretch(cause, start, end) for cause, start, end in parts if end > start]
-        cursor = span.end
+        cursor, awaited = span.end, []
     if last > cursor:
         found.append(IdleStretch("drain", cursor, last))
     return found
+
+
+def task_spans(timeline: Timeline, name: str) -> list[Span]:
+    """The tasks of a rank class of a pipeline, in order."""
+    return [span for span in timeline.of(name) if _tasks(span)]
+
+
+def schedule_begin(timeline: Timeline, name: str) -> float:
+    """When a rank class may run its first task: at the end of its gathers."""
+    return max((span.end for span in timeline.of(name) if span.op.phase == "gather"), default=0.0)
 
 
 def gantt(timeline: Timeline) -> str:

@@ -42,7 +42,7 @@ class GroupFigures:
     ranks: str
     stages: tuple[int, ...]
     computing: float
-    """Seconds of tasks and of what runs once a step, the waits within its own mesh included."""
+    """Seconds of tasks, the waits within its own mesh included."""
     fill: float
     """Seconds of bubbles: before its first task, between tasks, and after the last one."""
     waiting: float

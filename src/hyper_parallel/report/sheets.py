@@ -314,8 +314,8 @@ def _dominant(timeline: Timeline) -> str:
     """The part that takes most of a rank's step, mean of all ranks."""
     bubbles = timeline.bubbles
     kinds = timeline.by_kind()
-    # A task of a pipeline has no kernels, and holds the collectives of its stage.
-    tasks = not any(one.compute for kind, one in kinds.items() if kind != "none")
+    # A task of a pipeline is no kernel, and holds the collectives of its stage.
+    tasks = "task" in kinds
     computing = (
         "tasks of pipeline stages, with their own collectives"
         if tasks

@@ -1,6 +1,6 @@
 """Writes a rank's part of a Program out as one graph: what plans over a whole step plans over all passes in flight.
 
-The instruction list is run once on nodes in place of tensors (`runtime.interpreter`), so that the graph computes
+The instruction list is run once on nodes in place of tensors (`program.instruction_loop`), so that the graph computes
 what the interpreter does, in the same order. What it says to others are host points:
 
     begin          each instruction: the host keeps count, so that errors and the watchdog know where a rank is
@@ -31,9 +31,10 @@ from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Partition, Stage
 from hyper_parallel.graph.step_context import Region
 from hyper_parallel.program import DeviceGroup, Program, Recv, Send, Wait
-from hyper_parallel.runtime.interpreter import InstructionLoop, stages_on
+from hyper_parallel.program.instruction_loop import InstructionLoop, TaskRunner, Turns
+from hyper_parallel.runtime.interpreter import stages_on
 from hyper_parallel.runtime.stage_costs import parts_of
-from hyper_parallel.runtime.stage_runner import TaskRunner, Turns, changed_ports, own_outputs
+from hyper_parallel.runtime.stage_runner import changed_ports, own_outputs
 
 _STRIDED = torch.ops.aten.as_strided.default
 _ADD, _ZERO = torch.ops.aten.add.Tensor, torch.ops.aten.zero_.default

@@ -20,8 +20,10 @@ from typing import Any
 from torch import fx
 
 from hyper_parallel.graph import balanced_sizes, lifetimes
+from hyper_parallel.graph.dynamic_sizes import known
 from hyper_parallel.graph.graph_writer import span
 from hyper_parallel.graph.host_nodes import HOST, HostPoint
+from hyper_parallel.graph.ir import values_of
 from hyper_parallel.graph.memory_effects import touched
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_cut import NodeCost
@@ -98,6 +100,43 @@ def stage_memory(
     parts = alive[: forward + 1], alive[forward + 1 : before + 1], alive[before + 1 :]
     peaks = tuple(max(part, default=0) for part in parts)
     return StageMemory(saved, left, (peaks[0], peaks[1], peaks[2]))
+
+
+@dataclass(frozen=True)
+class PortMemory:
+    """The memory of a value that crosses, in a stage that takes or gives it."""
+
+    storage: int
+    bytes: int
+    place: int
+    """Index of the last node that uses it."""
+    last: int
+    """The task of that node: 0 forward, 1 INPUT, 2 WEIGHT."""
+
+
+def port_memory(stage: Stage) -> dict[str, PortMemory]:
+    """The memory of each value that a stage takes or gives, by the name of its crossing."""
+    step, sizes = stage.step, balanced_sizes(stage.step)
+    nodes = list(step.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    used = {storage: at for node, at in place.items() for storage in touched(node)}
+    forward, before = _point(nodes, HostPoint.FORWARD), _point(nodes, HostPoint.INPUT)
+    inputs = {entry.name: node for entry, node in zip(step.inputs, step.placeholders, strict=True)}
+    answers = [node for node in nodes if node.target is HOST and node.args[0] == HostPoint.RECEIVE]
+    values: dict[str, Any] = {one.name: inputs[one.name] for one in stage.receives}
+    for crossings, shown in (
+        (stage.sends, nodes[forward].args[1]),
+        (stage.gradients_in, answers),
+        (stage.gradients_out, nodes[before].args[1]),
+    ):
+        values |= {one.name: node for one, node in zip(crossings, shown, strict=False)}  # type: ignore[arg-type]
+    found = {}
+    for name, node in values.items():
+        storage = next(iter(values_of(node))).storage
+        at = max(used.get(storage, 0), place.get(node, 0))
+        size = known(step.storages[storage].bytes, sizes)
+        found[name] = PortMemory(storage, size, at, (at > forward) + (at > before))
+    return found
 
 
 def border_bytes(partition: Partition, border: int) -> int:

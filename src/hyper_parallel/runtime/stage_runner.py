@@ -8,10 +8,9 @@ is computed, so that those of a whole stage are in memory once.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,54 +25,9 @@ from hyper_parallel.graph.ir import is_wait, values_of
 from hyper_parallel.graph.memory_effects import writes
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Stage
+from hyper_parallel.program.instruction_loop import TaskRunner, Turns
 
 _Pass = Generator[Any, Any, tuple[Tensor, ...]]
-
-
-Value = TypeVar("Value")
-Turns = Generator[None, None, dict[str, Value]]
-"""A task that stops before each wait for a collective, and gives values by the names of their ports."""
-
-
-def ended(task: Turns[Value]) -> dict[str, Value]:
-    """What a task gives, run without stopping."""
-    try:
-        while True:
-            next(task)
-    except StopIteration as stop:
-        made: dict[str, Value] = stop.value
-        return made
-
-
-class TaskRunner(ABC, Generic[Value]):
-    """The tasks of one stage. Those in turns stop before each wait for a collective."""
-
-    stage: Stage
-
-    @abstractmethod
-    def forward_in_turns(
-        self, micro_batch: int, batch: Mapping[str, Value], received: Mapping[str, Value]
-    ) -> Turns[Value]:
-        """The forward pass of a micro-batch: what goes to later stages, by port. `batch`: its inputs that are neither
-        state nor ports; `received`: values by port."""
-
-    @abstractmethod
-    def input_in_turns(self, micro_batch: int, received: Mapping[str, Value]) -> Turns[Value]:
-        """The gradients of a micro-batch's inputs: what goes back to earlier stages, by port."""
-
-    @abstractmethod
-    def weight_in_turns(self, micro_batch: int) -> Turns[Value]:
-        """The gradients of weights, which are added to those of other micro-batches; this one is over with it."""
-
-    def backward_in_turns(self, micro_batch: int, received: Mapping[str, Value]) -> Turns[Value]:
-        """The gradients of inputs and of weights."""
-        made = yield from self.input_in_turns(micro_batch, received)
-        yield from self.weight_in_turns(micro_batch)
-        return made
-
-    def weight(self, micro_batch: int) -> None:
-        """The gradients of weights, without stopping."""
-        ended(self.weight_in_turns(micro_batch))
 
 
 class StageRunner(TaskRunner[Tensor]):
@@ -250,20 +204,3 @@ def flat(value: Tensor, port: Crossing) -> Tensor:
 def shaped(received: Tensor, port: Crossing) -> Tensor:
     """A value from the elements of its memory: a view."""
     return torch.as_strided(received, port.value.shape, port.value.stride)
-
-
-def together(tasks: Sequence[Turns[Value]], order: Iterable[int]) -> list[dict[str, Value]]:
-    """What two tasks give that run in turns: `order` has the task whose turn it is, from one of its stops to the next.
-
-    Tasks that have not ended when `order` has are run to their end, one after the other.
-    """
-    made: dict[int, dict[str, Value]] = {}
-    for turn in order:
-        if len(made) == len(tasks):
-            break
-        if turn not in made:
-            try:
-                next(tasks[turn])
-            except StopIteration as stop:
-                made[turn] = stop.value
-    return [made[at] if at in made else ended(task) for at, task in enumerate(tasks)]

@@ -9,7 +9,8 @@ events every rate is constant, so that remaining work falls linearly:
 - A kernel occupies the matrix or the vector engine. Beside a collective its rate is 1 / `comm_slowdown`, else 1.
 - Where the host takes time to enqueue an op, it starts no sooner than that (`simulator.host_queue`).
 - A collective starts when it is ready in all classes of its ranks. Collectives and copies run at max-min fair rates
-  (`simulator.host_queue`) on the link levels and tiers of the devices that they use.
+  (`simulator.host_queue`) on the link levels and tiers of the devices that they use. Links carry as much in both
+  directions at once: a `send` uses its device's way out, a `recv` the way in, every other collective both.
 
 Simultaneous events run in the order in which they were scheduled, so that a simulation is reproducible.
 """
@@ -87,6 +88,7 @@ class Run:
         """The ops that wait for each op."""
         self._meeting: dict[int, Meeting] = {}
         self._number(meetings(trace))
+        self._directed = any(op.collective is not None and op.collective.paired for op in self._ops)
         device = costs.device
         launch = device.host_launch if only != "comm" else 0.0
         self._host = HostQueue(trace.ops.values(), launch, device.host_kernels) if launch else None
@@ -244,10 +246,10 @@ class Run:
             if len(members) < len(meeting[1]):
                 return
             del self._arrived[meeting]
-            # The price is that of the rank that gives most, independent of the order of arrival.
+            # The price is that of the rank that gives most, independent of the order of arrival; of a pair the send's.
             members.sort()
             calls = [of for member in members if (of := self._ops[member].collective)]
-            call = max(calls, key=lambda one: one.bytes)
+            call = max(calls, key=lambda one: (one.bytes, one.kind))
         self._transfer_starts(members, self._costs.legs(call) if self._only != "compute" else ())
 
     def _transfer_starts(self, members: list[int], legs: tuple[Leg, ...]) -> None:
@@ -291,13 +293,21 @@ class Run:
             self._next_leg(transfer)
         elif leg.seconds:
             uses: dict[Resource, float] = {
-                (self._class[number], resource): share
+                (self._class[number], resource, way): share
                 for number in transfer.ops
                 for resource, share in leg.uses
+                for way in self._ways(number)
             }
             self._set(self._sharing.add(transfer, uses))
         else:
             self._next_leg(transfer)
+
+    def _ways(self, number: int) -> tuple[str, ...]:
+        """The directions of its device's links that a transfer uses."""
+        call = self._ops[number].collective
+        if call is None or not self._directed:
+            return ("",)
+        return (call.kind,) if call.paired else ("send", "recv")
 
     def _set(self, rates: dict[_Transfer, float]) -> None:
         now = self._now

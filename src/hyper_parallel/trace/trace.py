@@ -16,6 +16,9 @@ Kind = Literal["parameter", "gradient", "optimizer", "activation", "temporary", 
 
 KINDS: tuple[Kind, ...] = ("parameter", "gradient", "optimizer", "activation", "temporary", "input")
 
+PAIRED = " with "
+"""Between the names of two tasks that run as one op."""
+
 _INDEX = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 

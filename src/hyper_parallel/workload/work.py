@@ -16,8 +16,11 @@ from hyper_parallel.workload import hybrids
 if TYPE_CHECKING:
     from torch import nn
 
-WorkKind = Literal["matmul", "attention", "elementwise", "reduce", "copy", "view", "optimizer", "host"]
-"""Kinds of operators, which differ in their engine and in the share of its peak that they reach."""
+WorkKind = Literal[
+    "matmul", "attention", "elementwise", "reduce", "copy", "view", "optimizer", "host", "task"
+]
+"""Kinds of operators, which differ in their engine and in the share of its peak that they reach. A `task` is all of a
+part of a step, of known seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Work:
     """Bytes of `written` in memory allocated for this call. On a CPU the first touch of a page costs more than the
     write.
     """
+    seconds: float | None = None
+    """What it takes where that is known, which no device prices again."""
 
     @classmethod
     def of_matmul(
