@@ -88,5 +88,4 @@ def _written(section: Any, path: list[str]) -> bool:
         if section is None:
             return False
     field = type(section).model_fields[path[-1]]
-    value: object = getattr(section, path[-1])
-    return bool(value != field.get_default(call_default_factory=True))
+    return bool(getattr(section, path[-1]) != field.get_default(call_default_factory=True))
