@@ -117,7 +117,7 @@ def test_adapters_are_those_of_one_device_and_are_exported(place: Path, model: s
     check(found, one, range(1, 4))
     folder = export_adapter(summary.checkpoint, place / f"{model}-adapter")
     core = model_class(AutoConfig.from_pretrained(base))
-    peft = PeftModel.from_pretrained(core.from_pretrained(base), folder)
+    peft = PeftModel.from_pretrained(core.from_pretrained(base), folder, is_trainable=True)
     merged = core.from_pretrained(export(summary.checkpoint, place / f"{model}-merged"))
     _, data = unsharded(config)
     rows = [data.eval.batch([row]) for row in range(len(data.eval))]
