@@ -29,7 +29,7 @@ ELSEWHERE = {
     "integrations/trl_sft.py": "tests/examples/test_integration_files.py",
     "offload_loop.py": "tests/offloading_autograd/test_eager_bits.py",
     "own_loop.py": "tests/train/test_ranks.py",
-    "own_pipeline.py": "tests/integration/test_own_step.py",
+    "own_step.py": "tests/integration/test_own_step.py",
     "own_submodels.py": "tests/submodels/test_submodel_example.py",
     "rl/grpo-reward-model.yaml": "tests/config/test_json_schema.py",
     "rl/grpo-sort.yaml": "tests/cli/test_cli_rl.py",

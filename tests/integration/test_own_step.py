@@ -411,7 +411,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _example(rank: int, world: int, strategy: Mapping[str, Any]) -> list[float]:
-    spec = importlib.util.spec_from_file_location("own_pipeline", ROOT / "examples" / "own_pipeline.py")
+    spec = importlib.util.spec_from_file_location("own_step", ROOT / "examples" / "own_step.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -433,7 +433,7 @@ def test_the_example_trains_alike_on_one_process_and_on_two() -> None:
 def test_the_document_shows_the_example() -> None:
     text = (ROOT / "docs" / "training.md").read_text()
     shown = text[text.index("step = hp.step(") :].partition("```")[0]
-    assert textwrap.indent(shown.strip(), "    ") in (ROOT / "examples" / "own_pipeline.py").read_text()
+    assert textwrap.indent(shown.strip(), "    ") in (ROOT / "examples" / "own_step.py").read_text()
 
 
 def test_the_name_is_a_package_and_a_function() -> None:

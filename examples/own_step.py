@@ -1,9 +1,9 @@
 """A training loop of the user's own, under any strategy: the same script on one device and on several.
 
-python examples/own_pipeline.py
-torchrun --nproc-per-node 2 examples/own_pipeline.py '{axes: {pipeline: 2}}'
-torchrun --nproc-per-node 4 examples/own_pipeline.py '{axes: {pipeline: 2, shard: 2}}'
-torchrun --nproc-per-node 2 examples/own_pipeline.py '{axes: {tensor: 2}, memory: {device: 2MiB, host: 64MiB}}'
+python examples/own_step.py
+torchrun --nproc-per-node 2 examples/own_step.py '{axes: {pipeline: 2}}'
+torchrun --nproc-per-node 4 examples/own_step.py '{axes: {pipeline: 2, shard: 2}}'
+torchrun --nproc-per-node 2 examples/own_step.py '{axes: {tensor: 2}, memory: {device: 2MiB, host: 64MiB}}'
 """
 
 import os
