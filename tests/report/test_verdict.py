@@ -36,7 +36,7 @@ def test_a_bubble_can_dominate() -> None:
 def test_tasks_of_a_pipeline_are_no_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = simulate(one_f_one_b(2, 32, 1.0, 2.0), toy())
     assert "% of it is computation, mostly matmul" in verdict(timeline)
-    kinds = {"none": timeline.by_kind()["matmul"]}
+    kinds = {"task": timeline.by_kind()["matmul"]}
     monkeypatch.setattr(Timeline, "by_kind", lambda self: kinds)
     assert "% of it is tasks of pipeline stages" in verdict(timeline)
 

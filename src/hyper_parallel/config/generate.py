@@ -53,7 +53,7 @@ _UNUSED = {
     "context": f"section 'context' {_TRAINING}; axes.context needs no method here",
     "submodels": f"section 'submodels' {_TRAINING}",
     "overlap": f"section 'overlap' {_TRAINING}",
-    "precision": "section 'precision' is for training; generation computes in the dtype of the model's folder",
+    "precision": "section 'strategy.precision' is for training; generation computes in the dtype of the model's folder",
     "expert_replicas": f"'expert_replicas' {_TRAINING}",
     "expert_balance": f"section 'expert_balance' {_TRAINING}",
 }
