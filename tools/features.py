@@ -181,8 +181,7 @@ def cell(way: str, file: Settings, name: str, folder: Path) -> str:
     print(f"{way}, {name}: {code}", file=sys.stderr, flush=True)
     if bool(code) != feature.fails:
         lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
-        told = re.sub(r"^hyper-parallel: error: (\S+\.yaml: )?", "", lines[-1])
-        return re.sub(r"unknown key;.*", "there is no such setting", told)
+        return re.sub(r"^hyper-parallel: error: (\S+\.yaml: )?", "", lines[-1])
     if not feature.shown(out, text):
         missing = [
             line for line in text.splitlines() if re.match(r"no \w+:|.*(uncompiled|under eager)", line)
@@ -205,8 +204,9 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     lines = [
         "# What works in which run",
         "",
-        "Each cell is a run of a tiny model on two workers, of which an actor has one, with the feature in its file. "
-        "It works where the run ends well and left what the feature is for. An actor always runs the model's own code. "
+        "Each cell is a run of a tiny model on two workers, one of them an actor's in reinforcement learning, with the "
+        "feature in its file. It works where the run ends well and left what the feature is for. An actor always runs "
+        "the model's own code. "
         "A number is that of the reason below: the line with which the run ended.",
         "",
         "<!-- written by python tools/features.py --write docs/features.md -->",

@@ -9,23 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
-import torch
 from pydantic import BaseModel
 
-from hyper_parallel.compat import backend
-from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.config.load import build
-from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import ConfigError
-from hyper_parallel.launch.admission import token_of
-from hyper_parallel.launch.roles.protocol import Future, Instruction
-from hyper_parallel.launch.worker import Worker
-from hyper_parallel.rl.roles.host import RoleHost
 from hyper_parallel.strategy.section import Section
 
 
@@ -220,61 +210,3 @@ def ignored_keys(model: type[BaseModel], base: dict[str, Any], read: Collection[
         if line is None or "\n" in line or not any(f"'{one}" in line or f".{one}" in line for one in parts):
             ignored.append(f"{key}: {line}")
     return ignored
-
-
-RL_ROOTS: Mapping[type[BaseModel], Mapping[str, str]] = {RLConfig: {}, RoleLaunch: {"launch": "launch"}}
-
-
-class InlineEngine:
-    """Runs groups of one worker in threads of this process, whose default process group has one rank."""
-
-    def __enter__(self) -> InlineEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for group in self._groups:
-            group.close()
-
-    def __init__(self) -> None:
-        self._groups: list[_InlineGroup] = []
-
-    def start(self, config: RoleLaunch, *, timeout_s: float) -> _InlineGroup:
-        """As `Engine.start`."""
-        self._groups.append(_InlineGroup(config, timeout_s))
-        return self._groups[-1]
-
-
-class _InlineGroup:
-    def __init__(self, config: RoleLaunch, timeout_s: float) -> None:
-        self._thread = ThreadPoolExecutor(1)
-        self._host: Any = None
-
-        def begin() -> list[Any]:
-            token_of(config.launch)  # as workers do when they meet
-            device = torch.device(config.launch.device)
-            found = backend(config.launch.device)
-            self._host = RoleHost(config, Worker(0, 0, 1, 1, device, found))
-            return []
-
-        self.ready = self._begun(begin, timeout_s)
-
-    def call(self, instructions: Sequence[Instruction], *, timeout_s: float, what: str = "") -> Future:
-        return self._begun(
-            lambda: [[getattr(self._host, one.operation)(**one.arguments) for one in instructions]], timeout_s
-        )
-
-    def close(self) -> None:
-        self._thread.submit(self._host.close).result()
-        self._thread.shutdown()
-
-    def _begun(self, work: Callable[[], list[Any]], timeout_s: float) -> Future:
-        future = Future("inline", time.monotonic() + timeout_s)
-
-        def done() -> None:
-            try:
-                future.finish(work())
-            except BaseException as error:
-                future.finish(error)
-
-        self._thread.submit(done)
-        return future

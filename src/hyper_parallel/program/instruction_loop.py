@@ -137,7 +137,7 @@ class InstructionLoop(ABC, Generic[Value]):
         self._values.clear()
         self._weights_left, self.place = None, 0
         for place, one in enumerate(self._instructions):
-            if not self._may_precede_weights(place):
+            if self._weights_left is not None and not self._may_precede_weights(place):
                 self._end_backward()
             self.place = place
             self._begins(place)
@@ -209,11 +209,12 @@ class InstructionLoop(ABC, Generic[Value]):
     def _may_precede_weights(self, place: int) -> bool:
         """Whether the instruction at a place is part of sending what a backward pass gives. Waiting for what comes is
         not, nor for a send that makes no room for another one: there is work to do meanwhile."""
-        for one in self._instructions[place:]:
+        for at in range(place, len(self._instructions)):
+            one = self._instructions[at]
             if isinstance(one, Send):
                 return True
             if isinstance(one, Recv):
-                if one is self._instructions[place]:
+                if at == place:
                     return True
             elif not isinstance(one, Wait) or self._program.ports[one.port].group != self._group.name:
                 return False
