@@ -51,6 +51,8 @@ def one_step(family: str, rate: float = 0.0, **overrides: Any) -> tuple[torch.nn
 def test_imbalance_is_a_metric_of_models_with_experts() -> None:
     _, result = one_step("mixtral")
     assert result.expert_imbalance is not None and 1 < result.expert_imbalance < 8
+    # A memory budget knows of no tensor that outlives the step with its result.
+    assert not any(isinstance(value, torch.Tensor) for value in vars(result).values())
 
 
 def test_auxiliary_loss_is_part_of_the_step() -> None:

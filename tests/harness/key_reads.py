@@ -9,13 +9,23 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args, get_origin
 
+import torch
 from pydantic import BaseModel
 
+from hyper_parallel.compat import backend
+from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.config.load import build
+from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.launch.admission import token_of
+from hyper_parallel.launch.roles.protocol import Future, Instruction
+from hyper_parallel.launch.worker import Worker
+from hyper_parallel.rl.roles.host import RoleHost
 from hyper_parallel.strategy.section import Section
 
 
@@ -34,13 +44,13 @@ class KeyReads:
     def install(self) -> Callable[[], None]:
         """Begin to watch; the function that ends it."""
         plain = Section.__getattribute__
-        changed = {name: getattr(Section, name) for name in ("__init__", "model_copy")}
+        changed = {name: getattr(Section, name) for name in ("__init__", "model_copy", "model_dump")}
         whole = Section.__dict__.get("model_validate"), BaseModel.model_validate.__func__  # type: ignore[attr-defined]
 
         def getattribute(section: Any, name: str) -> Any:
             value = plain(section, name)
             if name in type(section).model_fields and not getattr(self._validating, "depth", 0):
-                self._note(section, name, value)
+                value = self._note(section, name, value)
             return value
 
         def init(section: Any, **given: Any) -> None:
@@ -57,13 +67,22 @@ class KeyReads:
                 self._paths[id(made)] = made, self._paths[id(section)][1]
             return made
 
+        def dump(section: Any, **options: Any) -> Any:
+            # Of a section without others in it: all that it has goes where this goes.
+            kind = type(section)
+            if not any(list(sections_in(field.annotation)) for field in kind.model_fields.values()):
+                for name in kind.model_fields:
+                    getattr(section, name)
+            return changed["model_dump"](section, **options)
+
         Section.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         Section.__init__ = init  # type: ignore[method-assign]
         Section.model_validate = classmethod(validate)  # type: ignore[method-assign, assignment]
         Section.model_copy = copy  # type: ignore[method-assign]
+        Section.model_dump = dump  # type: ignore[method-assign]
 
         def end() -> None:
-            for name in ("__getattribute__", "__init__", "model_validate", "model_copy"):
+            for name in ("__getattribute__", "__init__", "model_validate", "model_copy", "model_dump"):
                 delattr(Section, name)
 
         return end
@@ -76,19 +95,23 @@ class KeyReads:
         finally:
             self._validating.depth -= 1
 
-    def _note(self, section: Any, name: str, value: Any) -> None:
+    def _note(self, section: Any, name: str, value: Any) -> Any:
+        """The value; a section of its own where the same object is at another path too, as defaults are."""
         kind = type(section)
         if kind in self._roots:
             path = self._roots[kind].get(name, "" if self._roots[kind] else name)
         elif id(section) in self._paths:
             path = f"{self._paths[id(section)][1]}.{name}"
         else:
-            return
+            return value
         if not path:
-            return
+            return value
         self.read.add(path)
-        if isinstance(value, BaseModel):
-            self._paths.setdefault(id(value), (value, path))
+        if isinstance(value, BaseModel) and self._paths.setdefault(id(value), (value, path))[1] != path:
+            value = BaseModel.model_copy(value)
+            section.__dict__[name] = value
+            self._paths[id(value)] = value, path
+        return value
 
 
 @contextlib.contextmanager
@@ -210,3 +233,61 @@ def ignored_keys(model: type[BaseModel], base: dict[str, Any], read: Collection[
         if line is None or "\n" in line or not any(f"'{one}" in line or f".{one}" in line for one in parts):
             ignored.append(f"{key}: {line}")
     return ignored
+
+
+RL_ROOTS: Mapping[type[BaseModel], Mapping[str, str]] = {RLConfig: {}, RoleLaunch: {"launch": "launch"}}
+
+
+class InlineEngine:
+    """Runs groups of one worker in threads of this process, whose default process group has one rank."""
+
+    def __enter__(self) -> InlineEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._groups:
+            group.close()
+
+    def __init__(self) -> None:
+        self._groups: list[_InlineGroup] = []
+
+    def start(self, config: RoleLaunch, *, timeout_s: float) -> _InlineGroup:
+        """As `Engine.start`."""
+        self._groups.append(_InlineGroup(config, timeout_s))
+        return self._groups[-1]
+
+
+class _InlineGroup:
+    def __init__(self, config: RoleLaunch, timeout_s: float) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._host: Any = None
+
+        def begin() -> list[Any]:
+            token_of(config.launch)  # as workers do when they meet
+            device = torch.device(config.launch.device)
+            found = backend(config.launch.device)
+            self._host = RoleHost(config, Worker(0, 0, 1, 1, device, found))
+            return []
+
+        self.ready = self._begun(begin, timeout_s)
+
+    def call(self, instructions: Sequence[Instruction], *, timeout_s: float, what: str = "") -> Future:
+        return self._begun(
+            lambda: [[getattr(self._host, one.operation)(**one.arguments) for one in instructions]], timeout_s
+        )
+
+    def close(self) -> None:
+        self._thread.submit(self._host.close).result()
+        self._thread.shutdown()
+
+    def _begun(self, work: Callable[[], list[Any]], timeout_s: float) -> Future:
+        future = Future("inline", time.monotonic() + timeout_s)
+
+        def done() -> None:
+            try:
+                future.finish(work())
+            except BaseException as error:
+                future.finish(error)
+
+        self._thread.submit(done)
+        return future

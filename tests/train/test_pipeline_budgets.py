@@ -92,7 +92,7 @@ def _run(rank: int, world: int, folder: Path, sections: dict[str, Any]) -> _Case
     dist.all_reduce(everyone, dist.ReduceOp.MAX)
     budget = max(int(SHARE * everyone.item()), refused.value.floor)
     peaks: list[int] = []
-    with watched(peaks):
+    with watched(peaks, budget):
         moved = run_engine(rank, folder, "within", "graph", _within(sections, budget))
     assert any(note.startswith("memory: ") and "without a budget" in note for note in moved.notes)
     return _Case(refused.value.floor, budget, peaks, differences(moved, plain))

@@ -88,7 +88,7 @@ def _case(
     rank: int, folder: Path, name: str, router: float, budget: int, load: float | None, tiers: dict[str, Any]
 ) -> _Case:
     found = _Case(budget)
-    with watched(found.peaks):
+    with watched(found.peaks, found.budget):
         try:
             moved = run_engine(
                 rank, folder, name, "graph", _within(budget, load, tiers), lambda: _model(router)
@@ -164,7 +164,7 @@ def _four(rank: int, world: int, folder: Path, name: str) -> _Case:
     sections = {**FOUR[name], "train": {"micro_batch": 1}}
     tiers = {"host": "100KiB", "flash": str(folder / "spill")}
     found = _Case(int(1.01 * _floor(rank, folder, 4.0, tiers, sections)))
-    with watched(found.peaks):
+    with watched(found.peaks, found.budget):
         within = _within(found.budget, 4.0, tiers, sections)
         moved = run_engine(rank, folder, "within", "graph", within)
     eager = run_engine(rank, folder, "free", "eager", sections)

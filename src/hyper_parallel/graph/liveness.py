@@ -82,7 +82,12 @@ def lifetimes(step: StepGraph, sizes: Mapping[Any, int] | None = None) -> list[L
         for since, until in _lives(-1, len(nodes), moves[storage]):
             found.append(Lifetime(storage, size, entry.kind, since, until, entry.name, *_where(nodes, since)))
     for storage, at in sorted(born.items(), key=lambda entry: entry[1]):
-        if storage in outside or step.storages[storage].name is not None:
+        if storage in outside:
+            continue
+        if (name := step.storages[storage].name) is not None:
+            # A constant, which is the graph's own.
+            size = known(step.storages[storage].bytes, sizes or {})
+            found.append(Lifetime(storage, size, "constant", -1, len(nodes), name, "", ""))
             continue
         node, last = nodes[at], nodes[died[storage]]
         end = len(nodes) if storage in returned else died[storage]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class ExpertBalancer:
         assert handle.routing is not None
         self._handle, self._optimizer, self._settings = handle, optimizer, settings
         self._routing, self._ranks = handle.routing, handle.mesh.size("expert")
-        self._loads: Tensor | None = None
+        self._loads: list[float] | None = None
         self._steps = 0
         self._state()
 
@@ -63,18 +63,20 @@ class ExpertBalancer:
         settings = handle.strategy.expert_balance
         return None if settings is None else cls(handle, optimizer, settings)
 
-    def after_step(self, loads: Tensor | None = None) -> Replacement | None:
+    def after_step(self, loads: Sequence[float] | None = None) -> Replacement | None:
         """Count a step's `loads` (`StepResult.expert_loads`; in a loop of your own leave them out), and place experts
         anew where it is time and the limit is exceeded; None where all stay. A collective, after the update, when
         gradients are cleared."""
         if loads is None:
-            loads = self._handle.over_all_ranks(take_loads(self._handle))
-        self._loads = loads.double() if self._loads is None else self._loads + loads
+            loads = self._handle.over_all_ranks(take_loads(self._handle)).tolist()
+        before = self._loads or [0.0] * len(loads)
+        self._loads = [some + more for some, more in zip(before, loads, strict=True)]
         self._steps += 1
         if self._steps < self._settings.every:
             return None
         # Ranks choose alike, since they see the same numbers: also where a sum was rounded in another order.
-        counted = by_layer(self._handle, self._handle.over_all_ranks(self._loads, "max"))
+        seen = torch.tensor(self._loads, dtype=torch.float64, device=self._handle.device)
+        counted = by_layer(self._handle, self._handle.over_all_ranks(seen, "max").tolist())
         self._loads, self._steps = None, 0
         return self._placed(counted)
 
@@ -130,7 +132,7 @@ class ExpertBalancer:
             "ranks": self._ranks,
             "order": {name: list(one.order) for name, one in placements},
             "replicas": {name: list(one.replicas) for name, one in placements},
-            "loads": None if self._loads is None else self._loads.tolist(),
+            "loads": self._loads,
             "steps": self._steps,
         }
 
@@ -153,10 +155,9 @@ class ExpertBalancer:
             return
         self._steps = int(state["steps"])
         if state["loads"] is not None:
-            loads = torch.tensor(state["loads"], dtype=torch.float64, device=self._handle.device)
-            if loads.shape != (sum(len(one.order) for one in found.values()),):
+            self._loads = [float(load) for load in state["loads"]]
+            if len(self._loads) != sum(len(one.order) for one in found.values()):
                 raise ValueError("loads of other experts")
-            self._loads = loads
         self._move({name: one for name, one in found.items() if one != old[name]})
 
 

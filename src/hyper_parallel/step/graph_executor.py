@@ -49,7 +49,7 @@ from hyper_parallel.step.graph_cache import (
 from hyper_parallel.step.nonfinite_report import counted, non_finite
 from hyper_parallel.step.out_of_memory import post_mortem
 from hyper_parallel.step.profiling import Profiling
-from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe, StepResult, StepSums
+from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe, StepResult
 from hyper_parallel.step.replan import Replanning
 from hyper_parallel.step.train_step import Stepper, accumulate, control_values_of
 
@@ -118,7 +118,8 @@ class GraphStepper:
             with pulse.operation("planning anew"):
                 self._replanning.plan_anew()
         if host.following is not None:
-            self.take(host.following, host.tokens, result.graph_ends)
+            tokens = self._tokens.new_tensor(result.next_tokens)
+            self.take(host.following, tokens, result.graph_ends)
         return result
 
     def probe(self, batch: StepBatch) -> StepResult | None:
@@ -281,7 +282,6 @@ class _Host:
         assert point is HostPoint.CHECK, point
         summed, loads = values
         self.result = self._recipe.result(summed, loads, self._batch)
-        self.tokens = StepSums.next_tokens(summed)
         if not (self.result.finite and self._update):
             raise _NoUpdate
         return None

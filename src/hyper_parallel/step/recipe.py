@@ -59,21 +59,19 @@ class StepSums(NamedTuple):
         loss, *said, norm, tokens, imbalance = values.tolist()
         return cls(loss, ControlVector(*said), norm, tokens, imbalance)
 
-    @staticmethod
-    def next_tokens(values: Tensor) -> Tensor:
-        """Valid tokens of the next batch, zero-dim, still on the device; not a view, which a budget would not know."""
-        return values[1 + ControlVector._fields.index("next_tokens")].clone()
-
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, equal on every rank."""
+    """What a step came to, equal on every rank. Nothing here is on the device, where a memory budget would not know of
+    it."""
 
     loss: float
     grad_norm: float
     """The global 2-norm before clipping."""
     tokens: int
     """Valid tokens: those that bear loss."""
+    next_tokens: float
+    """Those of the next batch."""
     stop: bool
     """Some rank was asked to stop."""
     memory: float
@@ -86,8 +84,8 @@ class StepResult:
     """Some rank wants a checkpoint after this step."""
     expert_imbalance: float | None = None
     """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
-    expert_loads: Tensor | None = None
-    """fp32 on the device: the rows that each expert of each layer got in the whole step; None without experts."""
+    expert_loads: list[float] | None = None
+    """The rows that each expert of each layer got in the whole step; None without experts."""
 
     @property
     def finite(self) -> bool:
@@ -177,11 +175,12 @@ class Recipe(GradientRecipe):
             loss=sums.loss,
             grad_norm=sums.norm,
             tokens=int(sums.tokens),
+            next_tokens=said.next_tokens,
             stop=said.stop > 0,
             memory=said.memory,
             graph_ends=said.graph_ends > 0,
             links_changed=said.links_changed > 0,
             save=said.save > 0,
             expert_imbalance=sums.imbalance if experts else None,
-            expert_loads=loads if experts else None,
+            expert_loads=loads.tolist() if experts else None,
         )

@@ -27,7 +27,7 @@ from hyper_parallel.shard.forward import documents_known
 from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.nonfinite_report import non_finite
-from hyper_parallel.step.recipe import ControlVector, Recipe, StepResult, StepSums
+from hyper_parallel.step.recipe import ControlVector, Recipe, StepResult
 
 LossOf = Callable[..., Tensor]
 """A part of the step's loss with the arguments of `causal_lm_loss`."""
@@ -140,7 +140,7 @@ class Stepper:
             update_biases(model, loads, recipe.router_bias_rate)
         model.zero_grad(set_to_none=True)
         if following is not None:
-            self.take(following, StepSums.next_tokens(values))
+            self.take(following, tokens.new_tensor(result.next_tokens))
         return result
 
     def probe(self, batch: StepBatch) -> StepResult | None:

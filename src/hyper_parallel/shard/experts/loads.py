@@ -8,6 +8,7 @@ between steps, to a placement of `experts.placement`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import nn
@@ -71,15 +72,14 @@ def take_loads(handle: ShardedModel) -> torch.Tensor:
     return rows
 
 
-def by_layer(handle: ShardedModel, summed: torch.Tensor) -> dict[str, list[int]]:
-    """Name of the experts module to the load of each of its experts; `summed` as for `imbalance`. The host waits."""
+def by_layer(handle: ShardedModel, summed: Sequence[float]) -> dict[str, list[int]]:
+    """Name of the experts module to the load of each of its experts; `summed`: those of all layers (`StepResult`)."""
     routing = handle.routing
     if routing is None:
         return {}
-    layers = summed.split([experts.count for experts in routing.experts.values()])
+    left = iter(summed)
     return {
-        name: [int(rows) for rows in load.tolist()]
-        for name, load in zip(routing.experts, layers, strict=True)
+        name: [int(rows) for rows in islice(left, experts.count)] for name, experts in routing.experts.items()
     }
 
 
@@ -97,9 +97,9 @@ def imbalance(handle: ShardedModel, summed: torch.Tensor) -> torch.Tensor:
     return torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in summed.split(counts)]).max()
 
 
-def rank_imbalance(handle: ShardedModel, summed: torch.Tensor) -> float:
+def rank_imbalance(handle: ShardedModel, summed: Sequence[float]) -> float:
     """The heaviest rank's rows over the mean, in the layer where that is the largest, of the ranks of the expert axis;
-    rows of replicas count evenly. `summed` as for `imbalance`. The host waits."""
+    rows of replicas count evenly. `summed` as for `by_layer`."""
     assert handle.routing is not None
     ranks, placements = handle.mesh.size("expert"), handle.routing.placements
     layers = by_layer(handle, summed).items()
