@@ -83,7 +83,7 @@ class SubmodelBatches:
 
     def inputs(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model takes of some rows."""
-        device = rows["input_ids"].device
+        device = next(iter(rows.values())).device  # an estimate has only the rows' numbers
         if PLACE in rows:
             assert self.prompt is not None, "a sample goes on from a prompt"
             ids = rows["input_ids"].cpu()
