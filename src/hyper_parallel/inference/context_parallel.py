@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from hyper_parallel.compat import collectives
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
+from hyper_parallel.inference.kv_cache.engine_cache import RunCache
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache, PagedLayer
-from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.tiers import Group
 from hyper_parallel.inference.paged_attention import (
     ExpandsKeys,
@@ -28,7 +28,7 @@ from hyper_parallel.inference.paged_attention import (
 )
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current
 from hyper_parallel.inference.rank_groups import ContextGroup, Piece
-from hyper_parallel.inference.runs import rows_of
+from hyper_parallel.inference.run_allocator import rows_of
 
 
 class ContextEngine(Engine):

@@ -25,9 +25,9 @@ from hyper_parallel.inference.blocked_products import (
     experts_by,
     register_padded_experts,
 )
+from hyper_parallel.inference.kv_cache.engine_cache import RunCache
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
-from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.ragged_pass import (
@@ -40,7 +40,7 @@ from hyper_parallel.inference.ragged_pass import (
     positions_of,
 )
 from hyper_parallel.inference.request import Completion, Request, Running, TextOf, before_stop, no_text
-from hyper_parallel.inference.runs import rows_of
+from hyper_parallel.inference.run_allocator import rows_of
 from hyper_parallel.inference.sampler import Decide, decide
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
 from hyper_parallel.shard.forward import inference, parameters_of
