@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hyper_parallel.compat import collectives
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.kv_cache.engine_cache import RunCache
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache, PagedLayer
 from hyper_parallel.inference.kv_cache.tiers import Group
 from hyper_parallel.inference.paged_attention import (
@@ -43,10 +42,9 @@ class ContextEngine(Engine):
         eos: frozenset[int],
         int8: bool = False,
     ) -> None:
-        super().__init__(model, context.tokens, layers=layers, eos=eos, int8=int8)
+        super().__init__(model, context.tokens, layers=layers, eos=eos, int8=int8, stored=context.page)
         register(NAME, attention, context_mask)
         self.attention = NAME
-        self.cache = RunCache(model, layers, context.tokens, stored=context.page, int8=int8)
         self._context = context
         self.row_length = lambda segments: context.length(context.pieces(segments))
 
