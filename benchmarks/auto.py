@@ -51,7 +51,7 @@ from hyper_parallel.planner.auto import entry
 from hyper_parallel.planner.auto.candidates import ranked
 from hyper_parallel.planner.auto.entry import together
 from hyper_parallel.planner.auto.machine import measured, read_off
-from hyper_parallel.planner.auto.resolved import Overrides, overrides_of, precision_of, question_of, resolved
+from hyper_parallel.planner.auto.open_axes import Overrides, overrides_of, precision_of, question_of, resolved
 from hyper_parallel.planner.auto.trial_process import step_of
 from hyper_parallel.step.build import build
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hyper_parallel.compat import TorchBackend, backend
-from hyper_parallel.compat.memory import HostPages, TorchPages
+from hyper_parallel.compat.host_memory import HostPages, TorchPages
 
 PAGE = mmap.PAGESIZE
 

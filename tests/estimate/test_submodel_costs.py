@@ -16,7 +16,7 @@ from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.stated_rows import StatedRows, stated_run
 from hyper_parallel.estimate.submodel_capture import LANGUAGE, captured_parts, inputs_of_modules
 from hyper_parallel.estimate.submodel_costs import submodel_work
-from hyper_parallel.shard.towers import towers_of
+from hyper_parallel.shard.vision_and_audio_towers import towers_of
 from hyper_parallel.step.batches import MicroBatch
 
 CLUSTER = Cluster.named("h100")

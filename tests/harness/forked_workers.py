@@ -1,6 +1,6 @@
 """The fork server of a forked command: a fork, too, that waits until the command starts one.
 
-It is forked before the command has done anything, as the process that `launch.forkserver` starts has not.
+It is forked before the command has done anything, as the process that `launch.worker_supervisor` starts has not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.fork_server import fork_context
 
 def fork_server_of_workers() -> None:
     """Fork a process now, while there is one thread, that becomes the fork server of the command when it starts one."""
-    from hyper_parallel.launch import forkserver
+    from hyper_parallel.launch import worker_supervisor
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     pid = os.fork()
@@ -34,17 +34,17 @@ def fork_server_of_workers() -> None:
     standby = [(ours, pid)]
 
     def popen(command: list[str], *, pass_fds: Sequence[int] = (), **options: Any) -> Any:
-        if not standby or forkserver._BOOT not in command:
+        if not standby or worker_supervisor._BOOT not in command:
             return subprocess.Popen(command, pass_fds=pass_fds, **options)
         return _ServerProcess(*standby.pop(), command, pass_fds[0], options["env"])
 
-    forkserver.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    worker_supervisor.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
     )
 
 
 class _ServerProcess:
-    """What `launch.forkserver` uses of `subprocess.Popen`."""
+    """What `launch.worker_supervisor` uses of `subprocess.Popen`."""
 
     def __init__(
         self, channel: socket.socket, pid: int, command: list[str], descriptor: int, env: Mapping[str, str]
@@ -100,7 +100,7 @@ def _become_server(channel: socket.socket) -> NoReturn:
     os.environ.update(environment)
     sys.path[:] = path
     sys.stdout, sys.stderr = (text_stream(1, line_buffering=False), text_stream(2, line_buffering=True))
-    from hyper_parallel.launch.server import main
+    from hyper_parallel.launch.fork_server import main
 
     code = 0
     try:
@@ -120,7 +120,7 @@ def text_stream(descriptor: int, line_buffering: bool) -> io.TextIOWrapper:
 
 
 class ForkedServer:
-    """A fork server of the test process itself: what `launch.forkserver` uses of `subprocess.Popen`."""
+    """A fork server of the test process itself: what `launch.worker_supervisor` uses of `subprocess.Popen`."""
 
     def __init__(
         self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
@@ -158,6 +158,6 @@ def _serve(channel: Connection, errors: Connection, path: list[str], environment
     sys.path[:] = path
     descriptor = os.dup(channel.fileno())
     channel.close()
-    from hyper_parallel.launch.server import main
+    from hyper_parallel.launch.fork_server import main
 
     main(descriptor, os.getppid())

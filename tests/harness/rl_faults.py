@@ -87,7 +87,7 @@ def faulted(
         return run(config, engine=engine, told=lines.append), done, lines
 
 
-_KEPT = (b"multiprocessing", b"hyper_parallel.launch.server import main", b'names["serve"]')
+_KEPT = (b"multiprocessing", b"hyper_parallel.launch.fork_server import main", b'names["serve"]')
 """Of processes that outlive a run on purpose: the fork servers of the tests' ranks, of the library and of its
 sandbox."""
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.inference.memory_plan import MemoryPlan, Module, Sizes, make_plan, pair_bytes, smallest
-from hyper_parallel.inference.runs import Run
+from hyper_parallel.inference.run_allocator import Run
 from hyper_parallel.inference.weights.read_ahead import StreamBuffer
 from hyper_parallel.inference.weights.units import ALIGN
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.inference.runs import Run, RunAllocator
+from hyper_parallel.inference.run_allocator import Run, RunAllocator
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))

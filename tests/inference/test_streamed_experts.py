@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.observer import OfPyTorch
 from hyper_parallel.inference import Completion, Generator
 from hyper_parallel.inference.ragged_pass import current
-from hyper_parallel.inference.weights import away_weight, units
+from hyper_parallel.inference.weights import units, weight_stand_in
 from hyper_parallel.inference.weights.read_ahead import StreamBuffer
 from hyper_parallel.inference.weights.units import ALIGN, stacked_experts, units_of
 from inference.small_models import prompts, small
@@ -45,7 +45,7 @@ def bits(answers: list[Completion]) -> list[object]:
 def test_bits_and_the_budget(
     family: str, tier: str, in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(away_weight, "HOST_TOKENS", 30 if in_place else 0)
+    monkeypatch.setattr(weight_stand_in, "HOST_TOKENS", 30 if in_place else 0)
     model = small(family, **FAMILIES[family])
     given = prompts(model, LENGTHS)
     plain = bits(Generator(model, **SETTINGS)(given))
@@ -72,7 +72,7 @@ def test_a_pass_reads_the_experts_that_its_tokens_choose(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each once, and nothing for the rows that fill the pass up."""
-    monkeypatch.setattr(away_weight, "HOST_TOKENS", 0)
+    monkeypatch.setattr(weight_stand_in, "HOST_TOKENS", 0)
     model = copy.deepcopy(small(family, **FAMILIES[family]))
     given = prompts(model, LENGTHS)
     mixtures = [module for module in model.modules() if stacked_experts(module)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.frames import FrameEnd, framed, read_frame
+from hyper_parallel.socket_frames import FrameEnd, framed, read_frame
 
 
 def test_messages_arrive_whole_and_in_order() -> None:
@@ -95,6 +95,6 @@ def test_a_length_beyond_the_limit_is_no_message() -> None:
 
 @pytest.mark.parametrize("status", [-35, -9, -15])
 def test_every_signal_has_a_name(status: int) -> None:
-    from hyper_parallel.launch.failure import Failure
+    from hyper_parallel.launch.worker_failure import Failure
 
     assert "SIG" in Failure.of_exit(0, status).text or f"signal {-status}" in Failure.of_exit(0, status).text

@@ -9,7 +9,7 @@ import pytest
 
 from hyper_parallel.checkpoint import Writer
 from hyper_parallel.checkpoint.verify import pass_over
-from hyper_parallel.launch.failure import watch_steps
+from hyper_parallel.launch.worker_failure import watch_steps
 
 
 def record(out: Path, *steps: int) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from harness.commands import make_config, noted, running, wait_until
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch.forkserver import ForkServer
 from hyper_parallel.launch.rendezvous import WorkerPlace, interface, is_loopback, listen
+from hyper_parallel.launch.worker_supervisor import ForkServer
 
 
 def _own_address() -> str | None:

@@ -11,7 +11,7 @@ import torch
 from hyper_parallel.config import RunConfig, from_dict
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.integration.parallel_run import _adapter
-from hyper_parallel.planner.auto.resolved import workload_of
+from hyper_parallel.planner.auto.open_axes import workload_of
 from hyper_parallel.step.build import build, fill, unsharded
 
 LLAMA = {

@@ -14,7 +14,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.auto.candidates import ALIKE, CLOSE, Simulated
 from hyper_parallel.planner.auto.choose import choose
-from hyper_parallel.planner.auto.resolved import resolved
+from hyper_parallel.planner.auto.open_axes import resolved
 
 FOUR = machine(4).for_workers(4)
 

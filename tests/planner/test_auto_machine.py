@@ -14,7 +14,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.launch import Worker
 from hyper_parallel.planner.auto.machine import FORM, machine_of, measured, named
-from hyper_parallel.planner.auto.resolved import workload_of
+from hyper_parallel.planner.auto.open_axes import workload_of
 
 
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

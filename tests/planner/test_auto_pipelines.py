@@ -16,7 +16,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.planner.auto.candidates import Simulated
 from hyper_parallel.planner.auto.choose import Choice, choose
 from hyper_parallel.planner.auto.entry import STRATEGY_FILE
-from hyper_parallel.planner.auto.resolved import resolved
+from hyper_parallel.planner.auto.open_axes import resolved
 from hyper_parallel.planner.solve import TIE
 from hyper_parallel.schedule import check_pipeline
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import from_dict
 from hyper_parallel.estimate.predict import predict_run
-from hyper_parallel.planner.auto.resolved import workload_of
+from hyper_parallel.planner.auto.open_axes import workload_of
 from hyper_parallel.planner.constants import fitted
 from hyper_parallel.planner.cost_model.step import seconds_by_kind
 from hyper_parallel.planner.framework_profiles import profile

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from hyper_parallel.report import waiting as module
-from hyper_parallel.report.waiting import announcing, waiting
+from hyper_parallel.report import wait_line as module
+from hyper_parallel.report.wait_line import announcing, waiting
 
 
 class _Terminal(io.StringIO):

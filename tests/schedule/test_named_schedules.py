@@ -10,7 +10,7 @@ from schedule_cases import assert_complete
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.program import TaskKind
 from hyper_parallel.schedule import Costs, ScheduleName, named_schedule, time_schedule
-from hyper_parallel.schedule.declared import SPLITS_BACKWARD
+from hyper_parallel.schedule.declared_pipeline import SPLITS_BACKWARD
 
 
 @given(

@@ -19,7 +19,7 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.integration.streamed_sharding import parallelize_streamed
 from hyper_parallel.shard.agreed_collectives import leaves_terms
 from hyper_parallel.shard.model_structure import layers_of, without_values
-from hyper_parallel.shard.written_weights import refuse_sparse_gradients
+from hyper_parallel.shard.weights_written_in_forward import refuse_sparse_gradients
 from hyper_parallel.strategy import Strategy
 
 RIGHT = {

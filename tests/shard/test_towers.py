@@ -9,7 +9,7 @@ from harness.equivalence import build_model, draw_batch
 from harness.families import FAMILIES
 from hyper_parallel import shard
 from hyper_parallel.shard.loss import causal_lm_loss
-from hyper_parallel.shard.towers import towers_of
+from hyper_parallel.shard.vision_and_audio_towers import towers_of
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.verify.step import inputs_of
 

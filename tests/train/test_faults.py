@@ -24,7 +24,7 @@ from harness.commands import descendants, running, wait_until
 from harness.forked_command import CommandProcess
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import FaultError, TierError
-from hyper_parallel.launch.failure import Failure
+from hyper_parallel.launch.worker_failure import Failure
 from hyper_parallel.offloading import choose
 from hyper_parallel.offloading.schedule import offload_pass
 from hyper_parallel.offloading.tiers import memory_tier

@@ -16,7 +16,7 @@ from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config.train import AdamWConfig, LossConfig, ScheduleConfig
 from hyper_parallel.graph import Pass, Rewrite, StepGraph
 from hyper_parallel.graph.execute import executable
-from hyper_parallel.graph.written_graph import from_bytes, to_bytes
+from hyper_parallel.graph.graph_file import from_bytes, to_bytes
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.step.accumulation import rewritten_loop

@@ -32,8 +32,8 @@ from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.graph import StepGraph
+from hyper_parallel.graph.graph_file import Unreadable, Unwritable, from_bytes, to_bytes
 from hyper_parallel.graph.host_nodes import HostPoint
-from hyper_parallel.graph.written_graph import Unreadable, Unwritable, from_bytes, to_bytes
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.shard import parallelize
 from hyper_parallel.step import graph_key

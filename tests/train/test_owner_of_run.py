@@ -134,7 +134,7 @@ def test_documents_share_no_row_where_nothing_could_be_compared(
     unknown = Comparison("not applicable", "no copy of it runs")
     found = {"packing": unknown}
     monkeypatch.setattr(
-        "hyper_parallel.step.owner.verdicts",
+        "hyper_parallel.step.owner_refusals.verdicts",
         lambda model, kinds, *_, **__: {kind: found.get(kind, Comparison("right")) for kind in kinds},
     )
     assert not build(_run(tmp_path)).text.train.several

@@ -25,7 +25,7 @@ from hyper_parallel.checkpoint.shard import SAFETENSORS_NAMES, dtype_name
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Box
 from hyper_parallel.units import format_bytes
-from hyper_parallel.untrusted import is_plain_name, parse_json
+from hyper_parallel.untrusted_files import is_plain_name, parse_json
 
 FORMAT = "hyper-parallel checkpoint"
 VERSION = 1

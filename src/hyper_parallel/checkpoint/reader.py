@@ -26,7 +26,7 @@ from hyper_parallel.checkpoint.verify import read_file, read_marker
 from hyper_parallel.compat.memory import present
 from hyper_parallel.errors import CheckpointError, nearest
 from hyper_parallel.layout import Box
-from hyper_parallel.untrusted import open_within
+from hyper_parallel.untrusted_files import open_within
 
 
 def read(

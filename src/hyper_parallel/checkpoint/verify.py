@@ -20,7 +20,7 @@ from hyper_parallel.checkpoint.durable import explain, publish
 from hyper_parallel.checkpoint.file_format import LARGEST, seal, unseal
 from hyper_parallel.checkpoint.rank_agreement import Alone, Ranks, agree, ranks_of
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.untrusted import open_within, printable, read_bytes
+from hyper_parallel.untrusted_files import open_within, printable, read_bytes
 
 Skipped = tuple[tuple[Path, str], ...]
 """Checkpoints that were passed over, each with the reason in words."""

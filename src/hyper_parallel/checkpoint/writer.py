@@ -30,7 +30,7 @@ from hyper_parallel.errors import CheckpointError
 from hyper_parallel.layout import Mesh
 from hyper_parallel.proc import try_lock
 from hyper_parallel.units import format_bytes
-from hyper_parallel.untrusted import is_plain_name, open_lock
+from hyper_parallel.untrusted_files import is_plain_name, open_lock
 
 
 class Writer:

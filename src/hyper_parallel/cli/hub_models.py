@@ -167,7 +167,7 @@ def _recorded(out: Path) -> dict[str, Any]:
     """The content of `run.yaml` of a run with checkpoints; empty where there is none."""
     from hyper_parallel.config import yaml12
     from hyper_parallel.config.load import LARGEST
-    from hyper_parallel.untrusted import open_regular, read_bytes
+    from hyper_parallel.untrusted_files import open_regular, read_bytes
 
     if next((out / "checkpoints").glob("step-*"), None) is None:
         return {}

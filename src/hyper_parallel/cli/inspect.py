@@ -44,7 +44,7 @@ def inspect(file: Path, overrides: tuple[str, ...], rank: int, as_json: bool) ->
     # Only now, because these need torch.
     from hyper_parallel.estimate import inspect_run
     from hyper_parallel.report.table import terminal_width
-    from hyper_parallel.report.waiting import announcing, waiting
+    from hyper_parallel.report.wait_line import announcing, waiting
 
     with announcing(sys.stderr if sys.stderr.isatty() else None), waiting("capturing one rank's step"):
         report = inspect_run(run, rank)

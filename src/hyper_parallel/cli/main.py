@@ -27,7 +27,7 @@ from hyper_parallel.cli.simulate import simulate
 from hyper_parallel.cli.train import train
 from hyper_parallel.cli.verify import verify
 from hyper_parallel.errors import PREFIX, FaultError, HyperParallelError, PlaceError, WorkersFailedError
-from hyper_parallel.untrusted import printable
+from hyper_parallel.untrusted_files import printable
 
 _ANSWERS = ("simulate", "plan")
 """Subcommands that make large graphs, print an answer and end."""

@@ -57,7 +57,7 @@ def verify(
     check(run, writes=driver == "gloo")
     # Only now, because these need torch.
     from hyper_parallel.report.table import terminal_width
-    from hyper_parallel.report.waiting import announcing, waiting
+    from hyper_parallel.report.wait_line import announcing, waiting
     from hyper_parallel.verify import verify_file, verify_one_device
 
     screen = sys.stderr if sys.stderr.isatty() else None

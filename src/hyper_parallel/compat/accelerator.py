@@ -17,7 +17,7 @@ import torch
 
 from hyper_parallel.cluster.presets import peak_flops
 from hyper_parallel.compat.backend import Backend
-from hyper_parallel.compat.memory import HostMemory, TorchPages, Unpin
+from hyper_parallel.compat.host_memory import HostMemory, TorchPages, Unpin
 from hyper_parallel.units import format_bytes
 
 log = logging.getLogger(__name__)

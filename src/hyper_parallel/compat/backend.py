@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import proc
-from hyper_parallel.compat.memory import HostMemory, HostPages, Unpin
+from hyper_parallel.compat.host_memory import HostMemory, HostPages, Unpin
 
 
 class Event(Protocol):

@@ -23,10 +23,8 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.compat.backend import Backend, HostClock
+from hyper_parallel.compat.host_memory import return_freed_memory
 from hyper_parallel.proc import MEMORY, PROCESS, bytes_in
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3), from glibc's malloc.h."""
 
 
 class CpuBackend(Backend):
@@ -87,10 +85,7 @@ class CpuBackend(Backend):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
     def return_memory(self, least: int = 1 << 18) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-            library = ctypes.CDLL(None)
-            library.mallopt(_M_MMAP_THRESHOLD, least)
-            library.mallopt(_M_TRIM_THRESHOLD, least)
+        return_freed_memory(least)
 
     def memory_total(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -23,7 +23,7 @@ from hyper_parallel.config.validation_errors import Where, explain
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.units import format_bytes
-from hyper_parallel.untrusted import open_regular, read_bytes
+from hyper_parallel.untrusted_files import open_regular, read_bytes
 
 LARGEST = 256 * 2**10
 """Upper limit for the bytes of a run file and all files that it extends."""

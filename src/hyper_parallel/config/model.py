@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.hub.hub_id import local_folder, reading
 from hyper_parallel.strategy.section import PathText, Section
-from hyper_parallel.untrusted import read_json, refuse_irregular_entries
+from hyper_parallel.untrusted_files import read_json, refuse_irregular_entries
 
 LARGEST = 16 * 2**20
 """Upper limit for the bytes of a ``config.json``."""

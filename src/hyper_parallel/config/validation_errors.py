@@ -16,7 +16,7 @@ from hyper_parallel.config.schema import Kinds, field_at, present, sections_at, 
 from hyper_parallel.errors import nearest
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.strategy.section import keys_of
-from hyper_parallel.untrusted import printable
+from hyper_parallel.untrusted_files import printable
 
 MOST_LINES = 20
 """Maximum number of reported problems; of the others only the number is reported."""

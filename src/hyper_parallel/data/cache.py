@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.errors import DataError
 from hyper_parallel.proc import LockWait, try_lock
-from hyper_parallel.untrusted import open_lock, open_regular, parse_json
+from hyper_parallel.untrusted_files import open_lock, open_regular, parse_json
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from hyper_parallel.errors import DataError
 from hyper_parallel.hub import download
 from hyper_parallel.hub.download import TIMEOUT_S, bars, one_at_a_time
 from hyper_parallel.hub.hub_id import DEFAULT, HubId
-from hyper_parallel.untrusted import read_json
+from hyper_parallel.untrusted_files import read_json
 
 _FORMAT = 1
 _LARGEST = 16 * 2**20

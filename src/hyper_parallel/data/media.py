@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hyper_parallel.errors import DataError, one_line
-from hyper_parallel.untrusted import open_regular
+from hyper_parallel.untrusted_files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np

@@ -27,7 +27,7 @@ from hyper_parallel.data.media import MARKS, Kind, Media, load_audio, load_image
 from hyper_parallel.data.packing import IGNORED
 from hyper_parallel.data.tokenizer import Tokenizer
 from hyper_parallel.errors import DataError, one_line
-from hyper_parallel.untrusted import refuse_irregular_entries
+from hyper_parallel.untrusted_files import refuse_irregular_entries
 
 _BEFORE, _AFTER = "\x02before\x03", "\x02after\x03"
 """Texts around a probe for what a template writes in place of media; unlikely in a user's text."""

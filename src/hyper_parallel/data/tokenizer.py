@@ -28,7 +28,7 @@ from hyper_parallel.data.cache import ArrayWriter, read_array, read_or_build
 from hyper_parallel.data.chat import DEFAULT_TEMPLATE
 from hyper_parallel.data.document import fraction
 from hyper_parallel.errors import DataError, one_line
-from hyper_parallel.untrusted import refuse_irregular_entries
+from hyper_parallel.untrusted_files import refuse_irregular_entries
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"

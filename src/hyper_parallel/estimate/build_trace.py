@@ -57,7 +57,7 @@ from hyper_parallel.step.recipe import Recipe
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Trace
 from hyper_parallel.trace.serialize import dump_trace, load_trace
-from hyper_parallel.untrusted import open_regular, read_bytes
+from hyper_parallel.untrusted_files import open_regular, read_bytes
 
 CAPTURED = 5
 """Periods of layers that are captured."""

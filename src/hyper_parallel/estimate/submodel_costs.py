@@ -1,9 +1,9 @@
 """Costs of the encoders and the language model of a run on a cluster, from graphs of the unmodified model's own code.
 
-Encoders are found by the model's structure: modules beside the language model (`shard.towers`) that the same
-floating-point inputs reach, such as a tower of images and its projector. They are captured whole, for a row with few
-media and one with many; the language model with two layers of each kind, for one row and for two, under each tensor
-degree that divides it. Seconds and bytes between and beyond these sizes lie on a line.
+Encoders are found by the model's structure: modules beside the language model (`shard.vision_and_audio_towers`) that
+the same floating-point inputs reach, such as a tower of images and its projector. They are captured whole, for a row
+with few media and one with many; the language model with two layers of each kind, for one row and for two, under each
+tensor degree that divides it. Seconds and bytes between and beyond these sizes lie on a line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyper_parallel.estimate.submodel_capture import (
     inputs_of_modules,
 )
 from hyper_parallel.shard.model_structure import is_transformers, layers_or_refuse
-from hyper_parallel.shard.towers import towers_of
+from hyper_parallel.shard.vision_and_audio_towers import towers_of
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.build import unsharded
 from hyper_parallel.step.submodel_run import SubmodelBatches

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hyper_parallel.proc import LockWait, try_lock
-from hyper_parallel.untrusted import open_lock, own_folder
+from hyper_parallel.untrusted_files import open_lock, own_folder
 
 _DIGEST = 16
 

@@ -21,7 +21,7 @@ from typing import Any
 from hyper_parallel.errors import ConfigError, one_line
 from hyper_parallel.hub.hub_id import DEFAULT, HubId, cache_folder, snapshot_folder
 from hyper_parallel.units import format_bytes
-from hyper_parallel.untrusted import is_plain_name, read_json
+from hyper_parallel.untrusted_files import is_plain_name, read_json
 
 
 def explain(error: BaseException, hub_id: HubId, key: str, *, bare: bool = False, data: bool = False) -> str:

@@ -20,7 +20,7 @@ from hyper_parallel.inference.generator import Generator
 from hyper_parallel.inference.load_model import identity, located
 from hyper_parallel.inference.request import Completion, Request, is_text
 from hyper_parallel.strategy.memory import GenerationMemory
-from hyper_parallel.untrusted import open_regular, parse_json
+from hyper_parallel.untrusted_files import open_regular, parse_json
 
 _SECONDS = 2.0
 """Between progress lines."""

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from hyper_parallel.compat.dispatch import products_by
 from hyper_parallel.graph.step_context import current_step
 from hyper_parallel.inference.ragged_pass import current
-from hyper_parallel.inference.weights.away_weight import experts_of
+from hyper_parallel.inference.weights.weight_stand_in import experts_of
 
 _PLAIN = (Tensor, nn.Parameter)
 """Not distributed tensors, whose products are those of their shards."""

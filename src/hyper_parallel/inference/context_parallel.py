@@ -17,7 +17,6 @@ from hyper_parallel.compat import collectives
 from hyper_parallel.errors import UnsupportedModelError
 from hyper_parallel.inference.engine import Engine
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache, PagedLayer
-from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.tiers import Group
 from hyper_parallel.inference.paged_attention import (
     ExpandsKeys,
@@ -28,7 +27,7 @@ from hyper_parallel.inference.paged_attention import (
 )
 from hyper_parallel.inference.ragged_pass import RaggedPass, Segment, current
 from hyper_parallel.inference.rank_groups import ContextGroup, Piece
-from hyper_parallel.inference.runs import rows_of
+from hyper_parallel.inference.run_allocator import rows_of
 
 
 class ContextEngine(Engine):
@@ -43,10 +42,9 @@ class ContextEngine(Engine):
         eos: frozenset[int],
         int8: bool = False,
     ) -> None:
-        super().__init__(model, context.tokens, layers=layers, eos=eos, int8=int8)
+        super().__init__(model, context.tokens, layers=layers, eos=eos, int8=int8, stored=context.page)
         register(NAME, attention, context_mask)
         self.attention = NAME
-        self.cache = RunCache(model, layers, context.tokens, stored=context.page, int8=int8)
         self._context = context
         self.row_length = lambda segments: context.length(context.pieces(segments))
 

@@ -25,9 +25,9 @@ from hyper_parallel.inference.blocked_products import (
     experts_by,
     register_padded_experts,
 )
+from hyper_parallel.inference.kv_cache.engine_cache import RunCache
 from hyper_parallel.inference.kv_cache.page_pool import PagePool
 from hyper_parallel.inference.kv_cache.paged_cache import PagedCache
-from hyper_parallel.inference.kv_cache.run_cache import RunCache
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes
 from hyper_parallel.inference.paged_attention import ExpandsKeys
 from hyper_parallel.inference.ragged_pass import (
@@ -40,7 +40,7 @@ from hyper_parallel.inference.ragged_pass import (
     positions_of,
 )
 from hyper_parallel.inference.request import Completion, Request, Running, TextOf, before_stop, no_text
-from hyper_parallel.inference.runs import rows_of
+from hyper_parallel.inference.run_allocator import rows_of
 from hyper_parallel.inference.sampler import Decide, decide
 from hyper_parallel.inference.scheduler import Scheduler, pages_for
 from hyper_parallel.shard.forward import inference, parameters_of
@@ -55,10 +55,18 @@ class Engine:
     """Runs requests on one model. Not for several threads at once."""
 
     def __init__(
-        self, model: nn.Module, page: int, *, layers: int, eos: frozenset[int], int8: bool = False
+        self,
+        model: nn.Module,
+        page: int,
+        *,
+        layers: int,
+        eos: frozenset[int],
+        int8: bool = False,
+        stored: int | None = None,
     ) -> None:
         """`page`: tokens of a page. `layers`: those with a cache. `eos`: tokens that end an answer, which they are no
-        part of. `int8`: pages of rounded keys and values."""
+        part of. `int8`: pages of rounded keys and values. `stored`: tokens of a page that this process stores, by
+        default all."""
         self.attention = paged_attention.NAME
         paged_attention.register(self.attention, paged_attention.attention, paged_attention.ragged_mask)
         """The name of the attention function."""
@@ -80,7 +88,7 @@ class Engine:
         self.row_length: Callable[[Sequence[Segment]], int] = self._row_length
         """Rows of a pass over segments."""
         self.passes = 0
-        self.cache = RunCache(model, layers, page, int8=int8)
+        self.cache = RunCache(model, layers, page, stored, int8=int8)
         self._keeps = "logits_to_keep" in parameters_of(type(model).forward)
 
     def run(

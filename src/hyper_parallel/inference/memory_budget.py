@@ -31,11 +31,11 @@ from hyper_parallel.inference.memory_needs import Extent, Needs, StorageCounter,
 from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan, smallest
 from hyper_parallel.inference.rank_groups import Agreement
 from hyper_parallel.inference.request import Request
-from hyper_parallel.inference.weights.away_weight import ReadElsewhere
 from hyper_parallel.inference.weights.fingerprint import Fingerprint
 from hyper_parallel.inference.weights.stream import WeightStream, storage_bytes
 from hyper_parallel.inference.weights.tiers import WeightSource, WeightTiers, movable, slot_bytes
 from hyper_parallel.inference.weights.units import Unit, units_of
+from hyper_parallel.inference.weights.weight_stand_in import ReadElsewhere
 from hyper_parallel.offloading.open_tiers import open_tiers
 from hyper_parallel.offloading.tiers import Tier
 from hyper_parallel.shard.sharded_model import is_sharded, local_of

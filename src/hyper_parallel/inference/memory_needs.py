@@ -27,7 +27,7 @@ from hyper_parallel.inference.kv_cache.sizes import (
 from hyper_parallel.inference.memory_plan import MemoryPlan, Sizes, make_plan, smallest
 from hyper_parallel.inference.ragged_pass import Segment
 from hyper_parallel.inference.request import Request, Running
-from hyper_parallel.inference.runs import Run
+from hyper_parallel.inference.run_allocator import Run
 from hyper_parallel.units import format_bytes
 
 

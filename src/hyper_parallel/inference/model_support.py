@@ -21,7 +21,7 @@ from hyper_parallel.config.inference import Inference
 from hyper_parallel.errors import HyperParallelError, UnsupportedModelError, one_line
 from hyper_parallel.inference.blocked_products import experts_by
 from hyper_parallel.inference.engine import Engine
-from hyper_parallel.inference.weights.away_weight import ReadElsewhere
+from hyper_parallel.inference.weights.weight_stand_in import ReadElsewhere
 from hyper_parallel.shard.forward import inference, parameters_of
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
 from hyper_parallel.units import round_up

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.inference.kv_cache.tiers import Group
-from hyper_parallel.inference.runs import Run, rows_of
+from hyper_parallel.inference.run_allocator import Run, rows_of
 from hyper_parallel.units import round_up
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hyper_parallel.data.document import Chat
 from hyper_parallel.errors import DataError
 from hyper_parallel.inference.kv_cache.page_pool import PagePool, keys_of, tail_key
 from hyper_parallel.inference.kv_cache.tiers import Block, Group
-from hyper_parallel.inference.runs import Run, runs_of
+from hyper_parallel.inference.run_allocator import Run, runs_of
 
 Finish = Literal["stop", "length"]
 """Why an answer ended: a stop token or string, or `max_tokens`."""

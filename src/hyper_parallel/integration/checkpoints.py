@@ -33,7 +33,7 @@ from hyper_parallel.integration.optimizer_state import OPTIMIZER, collect, resto
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.lora_adapters import name_in_base, without_adapters
 from hyper_parallel.train.checkpoint_state import model_names, model_shards
-from hyper_parallel.untrusted import is_plain_name, open_within, read_bytes
+from hyper_parallel.untrusted_files import is_plain_name, open_within, read_bytes
 
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"

@@ -36,7 +36,7 @@ from hyper_parallel.shard.parallelize import on_simulated_ranks
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.shard.region_check.check import SKIP, checks, vocabulary_of
-from hyper_parallel.shard.towers import towers_of
+from hyper_parallel.shard.vision_and_audio_towers import towers_of
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.build import (
     Parallelized,
@@ -53,7 +53,7 @@ from hyper_parallel.step.expert_balance import ExpertBalancer
 from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.lr_schedule import Schedule
 from hyper_parallel.step.optimizer import build_optimizer
-from hyper_parallel.step.owner import refuse_unlike
+from hyper_parallel.step.owner_refusals import refuse_unlike
 from hyper_parallel.step.pipeline import device_of
 from hyper_parallel.step.program_runner import gradients_added, whole_loss
 from hyper_parallel.step.submodel_rows import Inputs

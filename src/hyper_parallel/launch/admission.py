@@ -36,7 +36,7 @@ from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import FollowsError, LaunchError
 from hyper_parallel.launch.rendezvous import WorkerPlace
 from hyper_parallel.units import format_bytes
-from hyper_parallel.untrusted import open_regular, printable
+from hyper_parallel.untrusted_files import open_regular, printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

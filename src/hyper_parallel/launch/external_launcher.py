@@ -26,13 +26,13 @@ from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import PREFIX, LaunchError
 from hyper_parallel.launch import logs, stop
 from hyper_parallel.launch.control import ControlThread
-from hyper_parallel.launch.failure import Failure, watch_steps
 from hyper_parallel.launch.heartbeat import Beat
 from hyper_parallel.launch.rendezvous import WorkerPlace, wrong_world
 from hyper_parallel.launch.run_folder import run_lock
 from hyper_parallel.launch.stop import STOPS, stop_requested
 from hyper_parallel.launch.watchdog import LEAST_S, Activities, Suspect, Watchdog
 from hyper_parallel.launch.worker import work
+from hyper_parallel.launch.worker_failure import Failure, watch_steps
 from hyper_parallel.proc import room_for_files
 
 if TYPE_CHECKING:

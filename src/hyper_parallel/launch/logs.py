@@ -20,7 +20,7 @@ from typing import TextIO
 
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.standard_streams import lasting, loss_line, result_is_lost
-from hyper_parallel.untrusted import open_to_append
+from hyper_parallel.untrusted_files import open_to_append
 
 _log = logging.getLogger(__name__)
 _position: ContextVar[Callable[[], str]] = ContextVar("position", default=str)

@@ -15,11 +15,11 @@ from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import PREFIX, LaunchError
 from hyper_parallel.launch import rendezvous
 from hyper_parallel.launch.external_launcher import run_joined
-from hyper_parallel.launch.failure import Failure, cause, settles_at, watch_steps
-from hyper_parallel.launch.forkserver import LocalWorkers, fork_server
 from hyper_parallel.launch.rendezvous import WorkerPlace, detect, split_address, workers_of
 from hyper_parallel.launch.run_folder import RunFolder, run_lock
 from hyper_parallel.launch.stop import SAVE, STOPS, handling
+from hyper_parallel.launch.worker_failure import Failure, cause, settles_at, watch_steps
+from hyper_parallel.launch.worker_supervisor import LocalWorkers, fork_server
 from hyper_parallel.proc import room_for_files
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import admission, rendezvous, stop
-from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.rendezvous import WorkerPlace, wrong_world
+from hyper_parallel.launch.worker_failure import Failure
 from hyper_parallel.proc import cores
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from hyper_parallel.errors import ConfigError, DataError, nearest
 from hyper_parallel.rl.environments import prompt_of
 from hyper_parallel.units import format_bytes
-from hyper_parallel.untrusted import open_regular, parse_json
+from hyper_parallel.untrusted_files import open_regular, parse_json
 
 Split = Literal["train", "held_out"]
 Row = dict[str, str]

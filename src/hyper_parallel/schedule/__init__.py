@@ -9,10 +9,15 @@ makes a schedule a Program.
 from hyper_parallel.program.build import Action, Schedule
 from hyper_parallel.schedule.auto import AutoSchedule, auto_schedule
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.declared import check_pipeline, named_schedule, stages_of, stages_per_rank
+from hyper_parallel.schedule.declared_pipeline import (
+    check_pipeline,
+    named_schedule,
+    stages_of,
+    stages_per_rank,
+)
+from hyper_parallel.schedule.forward_backward_pairs import pairs_of_stages, with_pairs, with_steady_pairs
 from hyper_parallel.schedule.lower_bound import makespan_bound
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, forward_only
-from hyper_parallel.schedule.pairs import pairs_of_stages, with_pairs, with_steady_pairs
 from hyper_parallel.schedule.step_order import StepSchedule, step_schedule
 from hyper_parallel.schedule.step_timing import time_step
 from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.program.build import Schedule
 from hyper_parallel.schedule.costs import Costs
-from hyper_parallel.schedule.declared import SPLITS_BACKWARD, named_schedule
+from hyper_parallel.schedule.declared_pipeline import SPLITS_BACKWARD, named_schedule
 from hyper_parallel.schedule.list_scheduling import Listed, Problem, ends_first, list_schedule, mirrored
 from hyper_parallel.schedule.lower_bound import makespan_bound
 from hyper_parallel.schedule.timing import BACKWARD, FORWARD, INPUT, WEIGHT, decode, encode, peak, run_orders

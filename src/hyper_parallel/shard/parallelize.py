@@ -18,7 +18,7 @@ from hyper_parallel.compat.fsdp import keep_gradient_sharded
 from hyper_parallel.compat.local_tensor import is_per_rank, per_rank
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.layout.layout import Layout
-from hyper_parallel.report.waiting import waiting
+from hyper_parallel.report.wait_line import waiting
 from hyper_parallel.shard.context import ContextRoot, apply_context, apply_context_to_root
 from hyper_parallel.shard.context.gather_positions import apply_gathered
 from hyper_parallel.shard.dropout import (
@@ -68,8 +68,8 @@ from hyper_parallel.shard.reshard import cut
 from hyper_parallel.shard.sharded_model import ShardedModel, attach, is_sharded
 from hyper_parallel.shard.tensor.apply_1d import apply_boundaries, apply_edges
 from hyper_parallel.shard.tensor.apply_2d import apply_edges_2d, apply_tensor_2d, split_between
-from hyper_parallel.shard.towers import apply_towers
-from hyper_parallel.shard.written_weights import (
+from hyper_parallel.shard.vision_and_audio_towers import apply_towers
+from hyper_parallel.shard.weights_written_in_forward import (
     agree_on_collectives,
     explain_errors,
     refuse_parameters_in_attributes,

@@ -40,7 +40,7 @@ from hyper_parallel.shard.mesh_axis import Axis, _Moved
 from hyper_parallel.shard.model_structure import parameter_of
 from hyper_parallel.shard.plan.plan import ParameterPlan
 from hyper_parallel.shard.process_mesh import ProcessMesh
-from hyper_parallel.shard.written_weights import WrittenBuffers
+from hyper_parallel.shard.weights_written_in_forward import WrittenBuffers
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.untrusted import is_plain_name, open_regular, parse_json, read_json
+from hyper_parallel.untrusted_files import is_plain_name, open_regular, parse_json, read_json
 
 _LARGEST_INDEX = 64 * 2**20
 _FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -17,7 +17,7 @@ from hyper_parallel.shard.forward import several_documents
 from hyper_parallel.shard.loss import valid_tokens
 from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.plan.plan import length_multiple
-from hyper_parallel.shard.towers import towers_of
+from hyper_parallel.shard.vision_and_audio_towers import towers_of
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hyper_parallel.data.export_assets import generation_config
 from hyper_parallel.data.load import check_positions
 from hyper_parallel.errors import ConfigError, nearest
 from hyper_parallel.offloading.paging import lend
-from hyper_parallel.report.waiting import waiting
+from hyper_parallel.report.wait_line import waiting
 from hyper_parallel.shard import ShardedModel, init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.folder_weights import has_untied_weights
 from hyper_parallel.shard.forward import first_position
@@ -47,7 +47,7 @@ from hyper_parallel.step.multimodal import (
     media_kinds,
     model_class,
 )
-from hyper_parallel.step.owner import Prepared, against_owner
+from hyper_parallel.step.owner_refusals import Prepared, against_owner
 from hyper_parallel.step.pipeline_build import BuiltPipeline, build_pipeline
 from hyper_parallel.step.pipeline_graphs import pipeline_graphs
 from hyper_parallel.step.submodel_run import BuiltSubmodels, build_submodels

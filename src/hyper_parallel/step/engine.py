@@ -12,7 +12,7 @@ from torch import nn
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import BudgetError, StrategyError
 from hyper_parallel.overlap.collective_order import APART, DIGEST, order_digest
-from hyper_parallel.report.waiting import waiting
+from hyper_parallel.report.wait_line import waiting
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.model_structure import without_values
 from hyper_parallel.shard.plan import plan

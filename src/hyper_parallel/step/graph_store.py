@@ -27,7 +27,7 @@ import torch
 from hyper_parallel.graph import Pass, StepGraph
 from hyper_parallel.graph.accumulate import Accumulation
 from hyper_parallel.graph.artifacts import Unreadable, own
-from hyper_parallel.graph.written_graph import (
+from hyper_parallel.graph.graph_file import (
     Unwritable,
     about,
     from_bytes,
@@ -39,7 +39,7 @@ from hyper_parallel.shard import ShardedModel
 from hyper_parallel.step.capture_train_step import BatchShape
 from hyper_parallel.step.graph_key import NoDigest, key_of, source_digest, sources
 from hyper_parallel.step.recipe import Recipe
-from hyper_parallel.untrusted import open_regular, read_bytes
+from hyper_parallel.untrusted_files import open_regular, read_bytes
 
 log = logging.getLogger(__name__)
 

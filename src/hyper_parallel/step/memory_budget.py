@@ -139,7 +139,7 @@ class Budget:
         self._current = runtime
 
     def settle(self, name: str, tensor: torch.Tensor) -> None:
-        """A state input has its values: bring it to where it rests. `absent.present` lends it from there."""
+        """A state input has its values: bring it to where it rests. `compat.memory.present` lends it from there."""
         if self._current is not None:
             self._settled[name] = tensor
             self._current.rest(name, tensor)

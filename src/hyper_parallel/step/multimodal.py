@@ -2,7 +2,7 @@
 
 Rows differ in the number and size of images, so that each step has other shapes: nothing is captured. Strategies are
 those that are proved for such rows: axes `replicate`, `shard` and `tensor`, and recomputation. A rank whose rows have
-no image takes part in all collectives, since FSDP gathers encoders with the root (`shard.towers`).
+no image takes part in all collectives, since FSDP gathers encoders with the root (`shard.vision_and_audio_towers`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.data import MultimodalData
 from hyper_parallel.errors import ConfigError, StrategyError
 from hyper_parallel.shard.memory import compute_dtypes
-from hyper_parallel.shard.towers import towers_of
+from hyper_parallel.shard.vision_and_audio_towers import towers_of
 from hyper_parallel.workload import Flops, flops_of_model
 
 EAGER = "rows with images or sound have other shapes in each step, and are not captured"

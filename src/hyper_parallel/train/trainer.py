@@ -24,7 +24,7 @@ from hyper_parallel.launch import Worker, run, stop
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.rendezvous import detect
 from hyper_parallel.launch.run_folder import run_lock
-from hyper_parallel.report.waiting import announcing
+from hyper_parallel.report.wait_line import announcing
 from hyper_parallel.step.epochs import epochs_line
 from hyper_parallel.train.checkpoint_state import RunState
 from hyper_parallel.train.run_parts import RunParts

@@ -25,7 +25,7 @@ from hyper_parallel.shard.loss.auxiliary_loss import asks_for_router_logits
 from hyper_parallel.shard.model_structure import text_config
 from hyper_parallel.shard.parallelize import Lowering, refusal_of_tokens
 from hyper_parallel.step.build import compared_with_owner, fill_model, transformers_config, unsharded
-from hyper_parallel.step.owner import Prepared
+from hyper_parallel.step.owner_refusals import Prepared
 from hyper_parallel.step.pipeline_build import build_pipeline
 from hyper_parallel.strategy import Precision, Strategy, recomputes
 from hyper_parallel.verify.report import Report, compare, decided_in_float64, joined

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import DataError, GroupError, HyperParallelError
-from hyper_parallel.launch.failure import SETTLE_S, Failure
 from hyper_parallel.launch.roles.call_queue import CallQueue, sent_lists
 from hyper_parallel.launch.roles.protocol import Future, Instruction, WorkerReport
+from hyper_parallel.launch.worker_failure import SETTLE_S, Failure
 
 SIZE = 3
 LIST = [[Instruction("generate"), Instruction("score")]] * SIZE

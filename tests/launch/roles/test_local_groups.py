@@ -18,9 +18,9 @@ import pytest
 from harness.commands import descendants, running, wait_until
 from harness.role_groups import STARTS_S, do, group_config
 from hyper_parallel.errors import ConfigError, DataError, GroupError, LaunchError
-from hyper_parallel.launch.forkserver import fork_server
 from hyper_parallel.launch.roles import Group, LocalEngine, wait_any
 from hyper_parallel.launch.roles.local import LocalGroup
+from hyper_parallel.launch.worker_supervisor import fork_server
 
 
 @pytest.fixture(scope="module")

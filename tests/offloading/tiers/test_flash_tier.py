@@ -18,7 +18,7 @@ import torch
 
 from hyper_parallel.compat import backend
 from hyper_parallel.errors import TierError
-from hyper_parallel.launch import forkserver
+from hyper_parallel.launch import worker_supervisor
 from hyper_parallel.offloading.tiers import FlashTier, file_io, leases
 
 MiB = 2**20
@@ -296,8 +296,8 @@ def test_a_server_of_workers_under_a_budget_has_kernels_that_do_not_spin(
         raise OSError
 
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setattr(forkserver.subprocess, "Popen", popen)
+    monkeypatch.setattr(worker_supervisor.subprocess, "Popen", popen)
     for spins in (True, False):
         with pytest.raises(OSError):
-            forkserver.ForkServer(spins)
+            worker_supervisor.ForkServer(spins)
     assert seen == [None, "passive"]

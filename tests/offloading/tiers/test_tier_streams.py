@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness import dummy_device
 from hyper_parallel.compat import Backend, TorchBackend
-from hyper_parallel.compat.memory import HostMemory
+from hyper_parallel.compat.host_memory import HostMemory
 from hyper_parallel.offloading.tiers import FlashTier, HostTier, PoolTier, Tier
 
 COUNT = 3 * 2**20 + 5

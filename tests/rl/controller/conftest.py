@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.forked_workers import ForkedServer
-from hyper_parallel.launch import forkserver
+from hyper_parallel.launch import worker_supervisor
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,8 +20,8 @@ def warm_workers() -> Iterator[None]:
     """This module has a fork server of its own."""
     popen = SimpleNamespace(Popen=ForkedServer, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forkserver, "_server", None)
-        patch.setattr(forkserver, "subprocess", popen)
+        patch.setattr(worker_supervisor, "_server", None)
+        patch.setattr(worker_supervisor, "subprocess", popen)
         yield
-        if forkserver._server is not None:
-            forkserver._server.close()
+        if worker_supervisor._server is not None:
+            worker_supervisor._server.close()

@@ -18,7 +18,7 @@ from hyper_parallel.config import yaml12
 from hyper_parallel.config.from_deepspeed.keys import reason
 from hyper_parallel.config.schema import merge, nest
 from hyper_parallel.errors import ConfigError, nearest
-from hyper_parallel.untrusted import open_regular, parse_json, printable, read_bytes
+from hyper_parallel.untrusted_files import open_regular, parse_json, printable, read_bytes
 
 AUTO, DEFAULT = "auto", "DeepSpeed's default"
 LARGEST = 2**20

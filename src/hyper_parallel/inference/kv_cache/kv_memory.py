@@ -21,7 +21,7 @@ from hyper_parallel.inference.kv_cache.pages import StreamReader
 from hyper_parallel.inference.kv_cache.sizes import KVCacheSizes, LayerShape, page_bytes
 from hyper_parallel.inference.kv_cache.tiers import Block, CacheReport, Group, KVTiers, TierReport
 from hyper_parallel.inference.request import Running, StoredPages
-from hyper_parallel.inference.runs import rows_of, runs_of
+from hyper_parallel.inference.run_allocator import rows_of, runs_of
 from hyper_parallel.offloading.tiers import Pending, Tier
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-from hyper_parallel.inference.runs import Run, RunAllocator
+from hyper_parallel.inference.run_allocator import Run, RunAllocator
 
 
 class PagePool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.errors import UnsupportedModelError
-from hyper_parallel.inference.runs import Run, RunAllocator
+from hyper_parallel.inference.run_allocator import Run, RunAllocator
 from hyper_parallel.inference.weights.tiers import WeightTiers
 from hyper_parallel.inference.weights.units import ALIGN, Unit
 from hyper_parallel.offloading.tiers import Pending

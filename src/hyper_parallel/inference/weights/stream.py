@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.inference.memory_plan import Module
-from hyper_parallel.inference.weights import away_weight
-from hyper_parallel.inference.weights.away_weight import AwayWeight, StreamedExperts
+from hyper_parallel.inference.weights import weight_stand_in
 from hyper_parallel.inference.weights.read_ahead import Choice, ReadAhead
 from hyper_parallel.inference.weights.tiers import WeightTiers
 from hyper_parallel.inference.weights.units import Part, Unit, by_module
+from hyper_parallel.inference.weights.weight_stand_in import AwayWeight, StreamedExperts
 from hyper_parallel.shard.sharded_model import local_of
 
 
@@ -37,7 +37,7 @@ class WeightStream:
         self._reader = ReadAhead(tiers, device)
         self._resident: dict[Unit, Tensor] = {}
         self._hooks: list[Any] = []
-        host_tokens = away_weight.HOST_TOKENS if device.type == "cpu" else 0
+        host_tokens = weight_stand_in.HOST_TOKENS if device.type == "cpu" else 0
         self._experts = {
             group[0].module: StreamedExperts(group, self._reader, tiers, self._resident, host_tokens)
             for group in by_module(self.units)

@@ -17,8 +17,8 @@ from typing import Any
 
 from hyper_parallel import errors
 from hyper_parallel.errors import GroupError, HyperParallelError, LaunchError
-from hyper_parallel.launch.failure import Failure, cause, settles_at
 from hyper_parallel.launch.roles.protocol import Future, Instruction, WorkerReport, plain
+from hyper_parallel.launch.worker_failure import Failure, cause, settles_at
 
 _SHOWN = 4
 """The most workers that an error lists."""

@@ -17,14 +17,14 @@ from typing import Any
 
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.frames import FrameEnd
 from hyper_parallel.launch import rendezvous
-from hyper_parallel.launch.failure import Failure
-from hyper_parallel.launch.forkserver import ForkServer, LocalWorkers, borrow, give_back
 from hyper_parallel.launch.rendezvous import WorkerPlace
 from hyper_parallel.launch.roles.call_queue import Call
 from hyper_parallel.launch.roles.engine import Engine, Group
 from hyper_parallel.launch.roles.protocol import TARGET, Future, packed
+from hyper_parallel.launch.worker_failure import Failure
+from hyper_parallel.launch.worker_supervisor import ForkServer, LocalWorkers, borrow, give_back
+from hyper_parallel.socket_frames import FrameEnd
 
 LEAVE_S = 3.0
 """Seconds that workers have to leave when the engine is closed, before SIGKILL."""

@@ -24,10 +24,10 @@ from typing import Any
 from hyper_parallel import errors
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import GroupError, HyperParallelError, LaunchError, nearest
-from hyper_parallel.frames import framed, read_frame
-from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.heartbeat import pulse
 from hyper_parallel.launch.worker import Worker, find_target
+from hyper_parallel.launch.worker_failure import Failure
+from hyper_parallel.socket_frames import framed, read_frame
 
 _LATE_S = 30.0
 """Seconds after a deadline at which a wait ends although the engine said nothing: a defect, but no hang."""
@@ -95,7 +95,7 @@ def wait_any(futures: Iterable[Future], timeout_s: float | None = None) -> list[
     return [one for one in waited if one.done()]
 
 
-# Messages between a worker of a group and its engine, each a pickled tuple in a frame (`frames`). To the worker:
+# Messages between a worker of a group and its engine, each a pickled tuple in a frame (`socket_frames`). To the worker:
 #
 #     ("call", number, list)               execute a list: pairs of an operation and its keyword arguments, pickled
 #     ("end",)                             leave

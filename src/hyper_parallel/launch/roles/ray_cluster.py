@@ -15,10 +15,10 @@ from typing import Any
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
 from hyper_parallel.launch import logs, rendezvous
-from hyper_parallel.launch.failure import one_line
 from hyper_parallel.launch.rendezvous import WorkerPlace
 from hyper_parallel.launch.roles.protocol import WorkerReport, answer, plain
 from hyper_parallel.launch.worker import find_target, join
+from hyper_parallel.launch.worker_failure import one_line
 
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 REACH_S = 10.0

@@ -17,12 +17,12 @@ from typing import Any
 
 from hyper_parallel.config.launch import RoleLaunch
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch.failure import Failure, one_line
 from hyper_parallel.launch.rendezvous import WorkerPlace
 from hyper_parallel.launch.roles.call_queue import Call
 from hyper_parallel.launch.roles.engine import Engine, Group
 from hyper_parallel.launch.roles.protocol import Future
 from hyper_parallel.launch.roles.ray_cluster import RayWorker, authenticate, connect, kill_process, load_ray
+from hyper_parallel.launch.worker_failure import Failure, one_line
 
 PLACE_S = 30.0
 """Seconds that Ray has to reserve free resources."""

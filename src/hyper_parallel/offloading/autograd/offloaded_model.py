@@ -34,7 +34,7 @@ from hyper_parallel.offloading.autograd.two_passes import Ready, Run, TwoPasses
 from hyper_parallel.offloading.expert_overflow import TooUneven, changed_before, wanted
 from hyper_parallel.shard.region_check import check_call
 from hyper_parallel.shard.sharded_model import is_sharded, sharded
-from hyper_parallel.shard.written_weights import WrittenBuffers
+from hyper_parallel.shard.weights_written_in_forward import WrittenBuffers
 from hyper_parallel.units import parse_bytes
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.compat import Backend, Stream, cpu
-from hyper_parallel.compat.memory import HostMemory
+from hyper_parallel.compat.host_memory import HostMemory
 from hyper_parallel.errors import FaultError, TierError
 from hyper_parallel.units import format_bytes
 

@@ -24,7 +24,7 @@ import torch
 from hyper_parallel.errors import TierError
 from hyper_parallel.proc import try_lock
 from hyper_parallel.units import format_bytes
-from hyper_parallel.untrusted import not_ours, own_folder
+from hyper_parallel.untrusted_files import not_ours, own_folder
 
 PATIENCE_S = 60.0
 """How long `alone` waits. Who holds it works for milliseconds; one that does not let go is stopped, or means ill."""

@@ -5,6 +5,6 @@ the file had said so.
 """
 
 from hyper_parallel.planner.auto.choose import Choice, choose
-from hyper_parallel.planner.auto.resolved import resolved
+from hyper_parallel.planner.auto.open_axes import resolved
 
 __all__ = ["Choice", "choose", "resolved"]

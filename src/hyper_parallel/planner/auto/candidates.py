@@ -22,7 +22,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.planner import format
 from hyper_parallel.planner.auto.machine import is_measured
-from hyper_parallel.planner.auto.resolved import (
+from hyper_parallel.planner.auto.open_axes import (
     Overrides,
     overrides_of,
     question_of,

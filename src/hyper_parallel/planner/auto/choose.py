@@ -31,7 +31,7 @@ from hyper_parallel.planner.auto.candidates import (
     simulated,
 )
 from hyper_parallel.planner.auto.machine import is_measured, read_off
-from hyper_parallel.planner.auto.resolved import Overrides, precision_of
+from hyper_parallel.planner.auto.open_axes import Overrides, precision_of
 from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
 from hyper_parallel.planner.metrics import Simulated

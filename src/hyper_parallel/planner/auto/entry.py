@@ -20,7 +20,7 @@ from hyper_parallel.planner.auto.candidates import simulated
 from hyper_parallel.planner.auto.choose import Choice, choose
 from hyper_parallel.planner.auto.machine import machine_of
 from hyper_parallel.planner.auto.measure_candidates import tried
-from hyper_parallel.planner.auto.resolved import Overrides, resolved
+from hyper_parallel.planner.auto.open_axes import Overrides, resolved
 from hyper_parallel.planner.solve import TIE
 from hyper_parallel.step.build import transformers_config
 from hyper_parallel.step.multimodal import refuse_media_model

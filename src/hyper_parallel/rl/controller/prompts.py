@@ -14,7 +14,7 @@ from hyper_parallel.data import Tokenizer
 from hyper_parallel.errors import ConfigError, DataError, nearest
 from hyper_parallel.inference.model_support import longest_text
 from hyper_parallel.inference.request import prompt_ids
-from hyper_parallel.report.waiting import waiting
+from hyper_parallel.report.wait_line import waiting
 from hyper_parallel.rl.environments import prompt_fields
 from hyper_parallel.rl.roles.models import tokenizer_of
 from hyper_parallel.rl.tasks import read_tasks, tasks

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import ConfigError, LaunchError
-from hyper_parallel.frames import FrameEnd
+from hyper_parallel.socket_frames import FrameEnd
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -24,7 +24,7 @@ from typing import Any
 from hyper_parallel.errors import DataError
 from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.rewards.sandbox import Isolation, Limits, run
-from hyper_parallel.untrusted import parse_json
+from hyper_parallel.untrusted_files import parse_json
 
 _TESTS = 1000
 

@@ -1,4 +1,4 @@
-"""A worker process of a pool: reads jobs, calls a handler, and writes replies, one frame each (`frames`), in JSON.
+"""A worker process of a pool: reads jobs, calls a handler, and writes replies as frames of JSON (`socket_frames`).
 
 The first frame of the parent names the handler; the worker answers
 `{"ready": true}` or `{"error": line}`. Then each frame is a list of messages, which are answered one by one, since the
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.frames import framed, read_frame
 from hyper_parallel.proc import die_with
+from hyper_parallel.socket_frames import framed, read_frame
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """From a job's message to its reply. Whatever it raises costs that job only."""

@@ -38,7 +38,7 @@ from hyper_parallel.shard.region_check.outcome import (
     run,
 )
 from hyper_parallel.shard.region_check.reduced_model import Reduced, reduce
-from hyper_parallel.shard.written_weights import WRITTEN_UNDER_TENSOR
+from hyper_parallel.shard.weights_written_in_forward import WRITTEN_UNDER_TENSOR
 from hyper_parallel.strategy import Strategy, recomputes
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hyper_parallel.checkpoint.durable import explain, publish
-from hyper_parallel.untrusted import open_regular, open_to_append
+from hyper_parallel.untrusted_files import open_regular, open_to_append
 
 
 def records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -16,7 +16,7 @@ from typing import Literal
 from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import PREFIX, FaultError, FollowsError, HyperParallelError
 from hyper_parallel.launch.logs import path_of
-from hyper_parallel.untrusted import open_regular
+from hyper_parallel.untrusted_files import open_regular
 
 _NO_LOG = "logs=FOLDER keeps the logs of the workers"
 

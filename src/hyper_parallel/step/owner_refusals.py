@@ -11,7 +11,7 @@ from torch import nn
 from hyper_parallel.config import RunConfig
 from hyper_parallel.data import TrainingData
 from hyper_parallel.errors import ConfigError, StrategyError
-from hyper_parallel.report.waiting import waiting
+from hyper_parallel.report.wait_line import waiting
 from hyper_parallel.shard.lora_adapters import without_adapters
 from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.owner_check import Comparison, Kind

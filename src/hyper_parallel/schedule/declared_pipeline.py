@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.program.build import Schedule
+from hyper_parallel.schedule.forward_backward_pairs import with_steady_pairs
 from hyper_parallel.schedule.one_f_one_b import (
     gpipe,
     interleaved,
@@ -14,7 +15,6 @@ from hyper_parallel.schedule.one_f_one_b import (
     zb_h1,
     zb_h2,
 )
-from hyper_parallel.schedule.pairs import with_steady_pairs
 from hyper_parallel.schedule.v_shaped import dual_pipe_v, v_half, v_min, zb_v
 from hyper_parallel.strategy import Strategy, recomputed_layers
 from hyper_parallel.strategy.axes import AUTO
@@ -142,8 +142,8 @@ def named_schedule(
     """The schedule of that name.
 
     `virtual`: stages on each rank; what the schedule has when left out. `paired`: 1F1B schedules begin with the forward
-    passes that pairs need (`schedule.pairs` makes them); the others have these, or have no pairs. Raises StrategyError
-    for sizes that the schedule cannot have.
+    passes that pairs need (`schedule.forward_backward_pairs` makes them); the others have these, or have no pairs.
+    Raises StrategyError for sizes that the schedule cannot have.
     """
     known = ScheduleName.parse(name)
     if known is ScheduleName.INTERLEAVED:

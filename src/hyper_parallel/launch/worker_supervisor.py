@@ -1,4 +1,4 @@
-"""The command's side of the fork server: starts it, starts workers on it, hears them and learns how they end.
+"""Supervision of local workers: starts them on the fork server, hears their heartbeats, and notices how they end.
 
 One server serves all runs of a process, one after another, so that torch is imported once. It ends with the process. A
 controller borrows it and runs several jobs at once on it (`launch.roles`). What follows from a worker's message or end
@@ -24,15 +24,15 @@ from typing import Any
 
 from hyper_parallel.config.launch import Launched
 from hyper_parallel.errors import LaunchError
-from hyper_parallel.launch.failure import Failure
 from hyper_parallel.launch.heartbeat import Beat, PositionBoard
 from hyper_parallel.launch.rendezvous import WorkerPlace
 from hyper_parallel.launch.stop import SAVE, STOPS
 from hyper_parallel.launch.watchdog import Activities, Watchdog
+from hyper_parallel.launch.worker_failure import Failure
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from hyper_parallel.launch.server import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from hyper_parallel.launch.fork_server import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 

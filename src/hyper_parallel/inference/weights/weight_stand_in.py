@@ -144,7 +144,7 @@ as reading the weight. On an accelerator no expert is computed on the host, sinc
 
 
 class StreamedExperts:
-    """The experts of one module: as `away_weight.Experts`."""
+    """The experts of one module: as `weight_stand_in.Experts`."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class StreamedExperts:
         self._memory: Tensor | None = None
 
     def choose(self, counts: Sequence[int], each: int) -> None:
-        """As `away_weight.Experts`."""
+        """As `weight_stand_in.Experts`."""
         self.chance = min(each / len(self.units), 1.0)
         chosen = [
             unit
@@ -183,7 +183,7 @@ class StreamedExperts:
         self._reader.choose([unit for unit in chosen if unit.expert not in self._in_place])
 
     def weight(self, number: int, expert: int) -> Tensor:
-        """As `away_weight.Experts`."""
+        """As `weight_stand_in.Experts`."""
         if expert != self._expert:
             self.leave()
             self._memory, self._expert = self._bytes(self.units[expert]), expert

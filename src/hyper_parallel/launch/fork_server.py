@@ -1,7 +1,7 @@
 """The fork server: a process that loads torch once and forks the workers of a run.
 
-`forkserver.py` starts it and communicates with it over one socket, in JSON. Workers that are started together are a
-job; several may run at once:
+`worker_supervisor.py` starts it and communicates with it over one socket, in JSON. Workers that are started together
+are a job; several may run at once:
 
     ← {"do": "start", "job": j, "places": [...], ...} and then the open files   → {"event": "started", "job": j}
     ← {"do": "signal", "job": j, "number": n}  all workers of job j that are alive get signal n
@@ -173,10 +173,10 @@ def _work(job: _Job, index: int) -> int:
     from hyper_parallel.errors import LaunchError
     from hyper_parallel.launch import logs
     from hyper_parallel.launch.control import CommandLink, ControlThread
-    from hyper_parallel.launch.failure import Failure
     from hyper_parallel.launch.heartbeat import PositionBoard, pulse
     from hyper_parallel.launch.rendezvous import WorkerPlace
     from hyper_parallel.launch.worker import work
+    from hyper_parallel.launch.worker_failure import Failure
 
     place = WorkerPlace(**job.message["places"][index])
     link = CommandLink(Connection(os.dup(job.reports[index])))
