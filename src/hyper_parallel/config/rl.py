@@ -53,9 +53,7 @@ class CriticTraining(Section):
 class RLTraining(Section):
     """The algorithm and its objective."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        "profile": "it measures the operators of a captured step, and an actor runs the model's own code; leave it out"
-    }
+    elsewhere: ClassVar[Mapping[str, str]] = {"profile": "it is the actor's: roles.actor.profile"}
 
     algorithm: Algorithm = "grpo"
     """GRPO (arXiv 2402.03300), DAPO (2503.14476), RLOO (2402.14740), REINFORCE++ (2501.03262) or PPO (1707.06347)."""

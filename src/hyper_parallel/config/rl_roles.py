@@ -125,12 +125,36 @@ _OWN_CODE = (
 class TrainedRole(RoleConfig):
     """A model that is trained, or scores as one that is."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {"engine": _OWN_CODE, "compile": _OWN_CODE}
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "engine": _OWN_CODE,
+        "compile": _OWN_CODE,
+        "profile": "of the roles' models the actor's updates are traced; leave it out",
+    }
 
     @model_validator(mode="after")
     def _runs(self) -> TrainedRole:
         _check_spread(self.strategy, self.devices)
         return self
+
+
+class ActorProfile(Section):
+    """PyTorch's traces of some of the actor's steps, one of each worker, in ``profile`` of the run's folder."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "cluster": "it compares a step of `train` with its prediction, and an actor's steps are traced; leave it out"
+    }
+
+    steps: Annotated[int, Field(ge=1, strict=True)] = 5
+    """Number of traced steps, after the first two of a start."""
+
+
+class ActorRole(TrainedRole):
+    """The model that is trained."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {"engine": _OWN_CODE, "compile": _OWN_CODE}
+
+    profile: ActorProfile | None = None
+    """Trace a few steps."""
 
 
 class RewardRole(RoleConfig):
@@ -235,7 +259,7 @@ class SleepConfig(Section):
 class Roles(Section):
     """The roles of a run. Those that are left out have the devices of the actor."""
 
-    actor: TrainedRole = TrainedRole()
+    actor: ActorRole = ActorRole()
     """Trains."""
     rollout: RolloutRole = RolloutRole()
     """Generates."""
@@ -307,7 +331,7 @@ class Roles(Section):
         return self
 
     @property
-    def actors(self) -> TrainedRole:
+    def actors(self) -> ActorRole:
         """The actor, its devices filled in."""
         return _on(self.actor, tuple(range(self.actor.strategy.world)))
 

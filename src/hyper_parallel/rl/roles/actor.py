@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from hyper_parallel.checkpoint import Piece
 from hyper_parallel.checkpoint.adapters import STATE as LORA
@@ -108,14 +109,15 @@ class Actor:
                 # Before the first update they are those of before the batch.
                 known = proximal[span] if proximal is not None and first == 0 else None
                 current = known or self.logprobs(samples[span])
-            found = self._update(
-                samples[span],
-                current,
-                advantages[span],
-                proximal[span] if proximal is not None else None,
-                reference[span] if reference is not None else None,
-                count_of(rl, samples[span], samples),
-            )
+            with record_function(f"update {self.version + 1}"):
+                found = self._update(
+                    samples[span],
+                    current,
+                    advantages[span],
+                    proximal[span] if proximal is not None else None,
+                    reference[span] if reference is not None else None,
+                    count_of(rl, samples[span], samples),
+                )
             if self.critic is not None and old is not None and returns is not None:
                 found |= self.critic.train(samples[span], old[span], returns[span])
             for key, value in found.items():
@@ -150,7 +152,8 @@ class Actor:
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Log-probabilities of each sample's tokens under the weights as they are, on every rank."""
-        return logprobs_of(self.model, samples, self._config, self._device)
+        with record_function("log-probabilities"):
+            return logprobs_of(self.model, samples, self._config, self._device)
 
     def update_state(self) -> list[Tensor]:
         """What only updates need: the optimizers' tensors, and the critic with its own."""
