@@ -23,6 +23,7 @@ from hyper_parallel.launch.worker import Worker
 from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.roles.actor import Actor, ActorCheckpoints, logprobs_of
 from hyper_parallel.rl.roles.models import RewardModel, rollout_model, tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.policy_recipe import captured_policy
 from hyper_parallel.rl.roles.rollout import Rollout
 from hyper_parallel.rl.roles.sleep import RoleMemory, Turn
 from hyper_parallel.rl.sample import Prompted, Sample
@@ -57,8 +58,10 @@ class RoleHost:
         self._memory = RoleMemory(config.roles.sleep if self._in_turns else None, worker.device)
         shares = "rollout" in roles and config.shares_model
         if "actor" in roles:
-            model = trained_policy(config, tokenizer, config.roles.actor.strategy, worker.device)
-            actor = self._actor = Actor(config, model, tokenizer, worker.device, critic="critic" in roles)
+            model, graphs = captured_policy(config, tokenizer, worker.device)
+            actor = self._actor = Actor(
+                config, model, tokenizer, worker.device, critic="critic" in roles, graphs=graphs
+            )
             self._checkpoints = ActorCheckpoints(config, actor)
             if (profile := config.roles.actor.profile) is not None:
                 self._traces = StepTraces(profile.steps, Path(config.out), worker)
@@ -119,6 +122,8 @@ class RoleHost:
             self._rollout.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
+        if self._actor is not None:
+            self._actor.close()
         self._memory.close()
 
     # The actor.
