@@ -1,5 +1,7 @@
 """Which feature works in which kind of run, found by running each: python tools/features.py [--write docs/features.md]
 
+`--cells "RL actor" "one mesh/profile"` runs those of a kind of run, or one cell; the others are taken from the page.
+
 A cell is a run of four steps of a tiny model on two workers of this machine, with one feature asked for. It works where
 the run ends well and left what the feature is for; else the cell has the line that the run ended with, or what is
 missing.
@@ -65,6 +67,17 @@ def _compiled(out: Path, text: str) -> bool:
     return "uncompiled" not in text and bool(re.search(r"compiled \d+% of the step's operators", logs))
 
 
+def _captured(out: Path, text: str) -> bool:
+    logs = "".join(file.read_text() for file in out.glob("logs/*"))
+    return "under eager" not in text and "runs eagerly instead" not in logs
+
+
+def _within_budget(out: Path, text: str) -> bool:
+    """An actor's copies are in its metrics."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return "copies, host" in text or any(json.loads(line).get("memory_copied") for line in lines)
+
+
 def _profiled(out: Path, text: str) -> bool:
     return any(json.loads(file.read_text())["traceEvents"] for file in out.glob("profile/*.json"))
 
@@ -78,12 +91,10 @@ def _sampled(out: Path, text: str) -> bool:
 
 FEATURES: dict[str, Feature] = {
     "eager": Feature({"train.engine": "eager"}),
-    "captured": Feature({"train.engine": "graph"}, lambda out, text: "under eager" not in text),
+    "captured": Feature({"train.engine": "graph"}, _captured),
     "compiled": Feature({"train.compile": True}, _compiled),
     # Less than any of the steps holds, so that state or activations have to go to the host.
-    "memory budget": Feature(
-        {"strategy.memory": {"device": "400KiB", "host": "64MiB"}}, lambda out, text: "copies, host" in text
-    ),
+    "memory budget": Feature({"strategy.memory": {"device": "400KiB", "host": "64MiB"}}, _within_budget),
     "profile": Feature({"train.profile": {"steps": 1}}, _profiled),
     "evaluation": Feature({"train.eval": {"every": 2, "batches": 1}}, _evaluated),
     "sample": Feature({"train.sample": {"tokens": 4}}, _sampled),
@@ -96,13 +107,15 @@ FEATURES: dict[str, Feature] = {
 RL_KEYS = {
     "train.engine": "roles.actor.engine",
     "train.compile": "roles.actor.compile",
-    "train.profile": "rl.profile",
+    "train.profile": "roles.actor.profile",
     "train.eval": "eval",
     "train.sample": "eval",
     "train.optimizer": "rl.optimizer",
     "strategy.memory": "roles.actor.strategy.memory",
 }
 """Where a run of reinforcement learning has the key, or would have it."""
+GRAPHS = ("compiled", "memory budget")
+"""What an actor has in captured updates, which are no default of its."""
 
 
 def ways(folder: Path) -> dict[str, Settings]:
@@ -165,13 +178,15 @@ def cell(way: str, file: Settings, name: str, folder: Path) -> str:
     feature = FEATURES[name]
     kind, steps = ("rl", "rl.steps") if way == "RL actor" else ("train", "train.steps")
     settings = feature.settings
-    if kind == "rl" and name == "eager":
-        settings = {}  # an actor runs the model's own code
-    elif kind == "rl":
+    if kind == "rl":
         settings = {RL_KEYS.get(key, key): value for key, value in settings.items()}
         settings = {
             key: {"every": 2, "prompts": 4} if key == "eval" else value for key, value in settings.items()
         }
+        if name in GRAPHS:
+            settings["roles.actor.engine"] = "graph"
+        if name == "memory budget":
+            settings["rl.micro_batch"] = 64
     out = folder / f"{way} {name}".replace(" ", "-")
     path = folder / f"{out.name}.yaml"
     path.write_text(json.dumps({**changed(file, settings), "out": str(out)}))
@@ -190,11 +205,34 @@ def cell(way: str, file: Settings, name: str, folder: Path) -> str:
     return ""
 
 
-def table(folder: Path) -> dict[str, dict[str, str]]:
-    """By feature and kind of run: empty where it works, else the reason."""
+def table(folder: Path, known: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """By feature and kind of run: empty where it works, else the reason; those that are `known` are not run."""
     run([str(ROOT / "examples" / "draw_images.py"), str(folder / "images")], folder)
     files = ways(folder)
-    return {name: {way: cell(way, file, name, folder) for way, file in files.items()} for name in FEATURES}
+    return {
+        name: {
+            way: known[name][way] if way in known.get(name, {}) else cell(way, file, name, folder)
+            for way, file in files.items()
+        }
+        for name in FEATURES
+    }
+
+
+def written(text: str) -> dict[str, dict[str, str]]:
+    """The table of a page that `page` wrote."""
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    first, _, *rows = [
+        [part.strip() for part in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    return {
+        name: {
+            way: "" if shown == "yes" else reasons[shown.removeprefix("no (").rstrip(")")]
+            for way, shown in zip(first[1:], cells, strict=True)
+        }
+        for name, *cells in rows
+    }
 
 
 def page(found: Mapping[str, Mapping[str, str]]) -> str:
@@ -205,8 +243,7 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
         "# What works in which run",
         "",
         "Each cell is a run of a tiny model on two workers, one of them an actor's in reinforcement learning, with the "
-        "feature in its file. It works where the run ends well and left what the feature is for. An actor always runs "
-        "the model's own code. "
+        "feature in its file. It works where the run ends well and left what the feature is for. "
         "A number is that of the reason below: the line with which the run ended.",
         "",
         "<!-- written by python tools/features.py --write docs/features.md -->",
@@ -234,13 +271,20 @@ def main() -> None:
     """Run every cell, print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="the file to write; left out, the table is printed")
-    write = parser.parse_args().write
+    parser.add_argument("--cells", nargs="+", help="those to run: KIND or KIND/FEATURE")
+    given = parser.parse_args()
+    known: dict[str, dict[str, str]] = {}
+    if given.cells:
+        for name, row in written((ROOT / "docs" / "features.md").read_text()).items():
+            known[name] = {
+                way: why for way, why in row.items() if not {way, f"{way}/{name}"} & set(given.cells)
+            }
     with tempfile.TemporaryDirectory() as folder:
-        text = page(table(Path(folder)))
-    if write is None:
+        text = page(table(Path(folder), known))
+    if given.write is None:
         print(text)
     else:
-        write.write_text(text)
+        given.write.write_text(text)
 
 
 if __name__ == "__main__":

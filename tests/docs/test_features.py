@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import features
@@ -13,18 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 
 def _cells() -> dict[tuple[str, str], str]:
     """Feature and kind of run to the reason why not; empty where it works."""
-    text = PAGE.read_text()
-    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
-    head, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
-    return {
-        (row[0], way): "" if shown == "yes" else reasons[shown.removeprefix("no (").removesuffix(")")]
-        for row in rows
-        for way, shown in zip(head[1:], row[1:], strict=True)
-    }
+    table = features.written(PAGE.read_text())
+    return {(name, way): why for name, row in table.items() for way, why in row.items()}
 
 
 def test_every_feature_and_kind_of_run_has_a_cell(tmp_path: Path) -> None:

@@ -53,9 +53,7 @@ class CriticTraining(Section):
 class RLTraining(Section):
     """The algorithm and its objective."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        "profile": "it measures the operators of a captured step, and an actor runs the model's own code; leave it out"
-    }
+    elsewhere: ClassVar[Mapping[str, str]] = {"profile": "it is the actor's: roles.actor.profile"}
 
     algorithm: Algorithm = "grpo"
     """GRPO (arXiv 2402.03300), DAPO (2503.14476), RLOO (2402.14740), REINFORCE++ (2501.03262) or PPO (1707.06347)."""
@@ -373,6 +371,24 @@ class RLConfig(Section):
             raise ValueError(
                 "'roles.rollout.strategy.memory.device: auto' takes what is free, and the actor trains on the same "
                 "devices; give a number of bytes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _budget_is_of_updates(self) -> RLConfig:
+        if self.roles.actor.strategy.memory.device is None:
+            return self
+        beside = {
+            "'roles.split: auto'": self.roles.open,
+            "roles on the actor's devices (for these: roles.sleep)": not self.roles.open and self.takes_turns,
+            "ppo's critic": self.rl.algorithm == "ppo",
+            "'model.adapter'": self.model.adapter is not None,
+            "'warmup'": self.warmup is not None,
+        }
+        if found := next((name for name, there in beside.items() if there), None):
+            raise ValueError(
+                f"'roles.actor.strategy.memory.device' is a budget of the policy's updates, and does not work with "
+                f"{found}; leave one of them out"
             )
         return self
 

@@ -76,6 +76,8 @@ class RoleConfig(Section):
 
 _OF_A_GRAPH = ("device", "host", "pool", "flash", "update", "cluster", "expert_load")
 """Keys of `strategy.memory` that only a captured step honours."""
+_OF_AN_UPDATE = ("device", "host", "flash")
+"""Those that a captured update honours."""
 _PLANNED = "is for the planner of training steps, and 'roles.split: auto' measures"
 _OF_A_STEP = {
     "context": "section 'context' is the method of axes.context, under which no role runs",
@@ -88,8 +90,9 @@ _OF_A_STEP = {
 """Keys of `strategy` that no role honours, with the reason."""
 
 
-def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
-    """Raise ValueError for a strategy that no training or scoring role runs under."""
+def _check_spread(strategy: Strategy, devices: Devices | None, *, captured: bool = False) -> None:
+    """Raise ValueError for a strategy that no training or scoring role runs under. `captured`: of an actor whose
+    updates are."""
     axes = strategy.axes
     if strategy.open and (len(axes.open) != 1 or axes.open[0] not in DATA_AXES):
         raise ValueError(
@@ -109,27 +112,75 @@ def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
             raise ValueError(f"{reason}; leave it out")
     memory, plain = strategy.memory, Memory()
     for key in _OF_A_GRAPH:
-        if getattr(memory, key) != getattr(plain, key):
+        if getattr(memory, key) != getattr(plain, key) and not (captured and key in _OF_AN_UPDATE):
             raise ValueError(
                 f"'memory.{key}' is of the graph of a training step, and a role runs without one; leave it out "
                 "(for roles that take turns: roles.sleep; for activations: memory.recompute)"
             )
 
 
-_OWN_CODE = (
-    "a role runs the model's own code: the lengths of answers differ from update to update, and each would be another "
-    "graph to capture; leave it out"
-)
+_OWN_CODE = "a role that scores runs the model's own code; leave it out"
 
 
 class TrainedRole(RoleConfig):
     """A model that is trained, or scores as one that is."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {"engine": _OWN_CODE, "compile": _OWN_CODE}
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "engine": _OWN_CODE,
+        "compile": _OWN_CODE,
+        "profile": "of the roles' models the actor's updates are traced; leave it out",
+    }
 
     @model_validator(mode="after")
     def _runs(self) -> TrainedRole:
         _check_spread(self.strategy, self.devices)
+        return self
+
+
+class ActorProfile(Section):
+    """PyTorch's traces of some of the actor's steps, one of each worker, in ``profile`` of the run's folder."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "cluster": "it compares a step of `train` with its prediction, and an actor's steps are traced; leave it out"
+    }
+
+    steps: Annotated[int, Field(ge=1, strict=True)] = 5
+    """Number of traced steps, after the first two of a start."""
+
+
+class ActorRole(TrainedRole):
+    """The model that is trained."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+
+    engine: Literal["eager", "graph"] = "eager"
+    """`eager` runs the model's own code in every update. `graph` captures an update for each number and length of its
+    rows, as `train` does its step, and runs that; rows are padded to a power of two, so that there are few lengths. An
+    update that cannot be captured runs as `eager`, and a message gives the reason."""
+    compile: bool = False
+    """Whether the layers of captured updates are compiled, as `train.compile` has it. Compiled code is cached in
+    `.cache/hyper-parallel`."""
+    profile: ActorProfile | None = None
+    """Trace a few steps."""
+
+    @model_validator(mode="after")
+    def _runs(self) -> ActorRole:
+        captured = self.engine == "graph"
+        if self.compile and not captured:
+            raise ValueError(
+                "'compile' is of captured updates; set 'engine' to graph beside it, or leave it out"
+            )
+        if self.strategy.memory.device is not None and not captured:
+            raise ValueError(
+                "'memory.device' is a budget of captured updates; set 'engine' to graph beside it, or leave it out "
+                "(for roles that take turns: roles.sleep; for activations: memory.recompute)"
+            )
+        if self.strategy.memory.device is not None and self.compile:
+            raise ValueError(
+                "'compile' and 'memory.device' do not go together: compiled code holds what no plan knows of; leave "
+                "one of them out"
+            )
+        _check_spread(self.strategy, self.devices, captured=captured)
         return self
 
 
@@ -235,7 +286,7 @@ class SleepConfig(Section):
 class Roles(Section):
     """The roles of a run. Those that are left out have the devices of the actor."""
 
-    actor: TrainedRole = TrainedRole()
+    actor: ActorRole = ActorRole()
     """Trains."""
     rollout: RolloutRole = RolloutRole()
     """Generates."""
@@ -307,7 +358,7 @@ class Roles(Section):
         return self
 
     @property
-    def actors(self) -> TrainedRole:
+    def actors(self) -> ActorRole:
         """The actor, its devices filled in."""
         return _on(self.actor, tuple(range(self.actor.strategy.world)))
 

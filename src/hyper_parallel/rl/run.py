@@ -53,6 +53,8 @@ class RLSummary:
     """Of groups of workers that were lost."""
     failed_rewards: int = 0
     checkpoint: str | None = None
+    profile: str | None = None
+    """The folder of the actor's traces, once they are there."""
 
 
 def run(
@@ -174,7 +176,14 @@ class _Run:
             restarts=sum(one.restarts for one in self._groups),
             failed_rewards=self._scorer.failed,
             checkpoint=checkpoint,
+            profile=self._traces,
         )
+
+    @property
+    def _traces(self) -> str | None:
+        folder = Path(self._config.out) / "profile"
+        asked = self._config.roles.actor.profile is not None
+        return str(folder) if asked and any(folder.glob("rank-*.json")) else None
 
     def _loop(self) -> bool:
         """Train to the end; whether it was stopped before. Raises `LOST`."""
@@ -303,6 +312,10 @@ def summary_lines(summary: RLSummary) -> list[str]:
     if summary.failed_rewards:
         found.append(
             f"{summary.failed_rewards} rewards could not be computed (failed_rewards in metrics.jsonl)"
+        )
+    if summary.profile is not None:
+        found.append(
+            f"traces: {summary.profile}, one for each of the actor's workers (they open in ui.perfetto.dev)"
         )
     if summary.stopped:
         found.append("stopped; run the same command again: it goes on from the checkpoint")

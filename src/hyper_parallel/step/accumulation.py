@@ -19,7 +19,7 @@ from hyper_parallel.graph.dependencies import data_sources, seen_through
 from hyper_parallel.graph.execute import Host
 from hyper_parallel.graph.expand import Numbered, expanded, unrolled
 from hyper_parallel.graph.gradients import GRADIENT, UNREDUCED, UNSUMMED, gradient_sums
-from hyper_parallel.step.micro_batch import LOSS, MICRO_FIELDS, ROWS, WEIGHT, micro_input
+from hyper_parallel.step.micro_batch import LOSS, ROWS, SUM, WEIGHT, micro_input
 from hyper_parallel.strategy.memory import ShardLevel
 
 
@@ -34,7 +34,7 @@ def accumulating(step: StepGraph, level: ShardLevel) -> Accumulation:
         name: node
         for name, node in returned.items()
         if name == LOSS
-        or name.startswith(ROWS)
+        or name.startswith((ROWS, SUM))
         or (
             name.startswith(GRADIENT)
             and not name.startswith((UNREDUCED, UNSUMMED))
@@ -43,7 +43,7 @@ def accumulating(step: StepGraph, level: ShardLevel) -> Accumulation:
     }
     weights = {name: seen_through(node) for name, node in returned.items() if name.startswith(WEIGHT)}
     sums = {name: seen_through(node) for name, node in each_time.items()}
-    batch = {micro_input(0, key) for key in MICRO_FIELDS}
+    batch = {entry.name for entry in step.inputs if entry.name.startswith(micro_input(0, ""))}
     return accumulation(step, weights, {**cut_at.sums, **sums}, batch, needs)
 
 

@@ -41,6 +41,7 @@ from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.capture_micro_batch import captured_by_periods
 from hyper_parallel.step.micro_batch import (
     MICRO_FIELDS,
+    SUM,
     WEIGHT,
     blank_micro_batch,
     boundary_values,
@@ -145,7 +146,7 @@ def _captured(
         # Built outside of the mode, so that its tensors are inputs and their making is no part of the step.
         with mode:
             optimizer = capturable(build_optimizer(model, recipe.optimizer.config))
-            micro = blank_micro_batch(shape.rows, shape.length, device)
+            micro = blank_micro_batch(shape.rows, shape.length, device, recipe.inputs)
             step = torch.zeros((), dtype=torch.int64, device=device)
             tokens = torch.ones((), device=device)
             lr_scale = torch.ones((), dtype=torch.float64)
@@ -202,9 +203,9 @@ def batch_inputs(
 ) -> dict[str, Tensor]:
     """What a step is given besides its state, by the names of the graph's inputs."""
     named = {
-        micro_input(number, key): getattr(batch, key)
+        micro_input(number, key): value
         for number, batch in enumerate(micro)
-        for key in MICRO_FIELDS
+        for key, value in ({key: getattr(batch, key) for key in MICRO_FIELDS} | {**batch.extra}).items()
     }
     return {**named, "step": step, "tokens": tokens, "lr_scale": lr_scale}
 
@@ -239,6 +240,7 @@ class _Body:
 
     def __call__(self) -> dict[str, Tensor]:
         recipe = self._recipe
+        recipe.forget()
         with gradients_to(recipe, self._keep), micro_batch(0):
             loss = loss_of(
                 recipe,
@@ -259,6 +261,7 @@ class _Body:
         """What the graph can be cut at."""
         handle = self._recipe.handle
         shown = boundary_values(handle, boundaries, loss, self.gradients)
+        shown |= {f"{SUM}{name}": one for name, one in self._recipe.sums().items()}
         if handle.strategy.memory.shard == "parameters":
             # Gathered in each micro-batch: what is returned would be kept.
             shown = {name: value for name, value in shown.items() if not name.startswith(WEIGHT)}
@@ -278,6 +281,7 @@ class _Body:
             parameter.grad = None
         self._of.clear()
         self._taken.clear()
+        self._recipe.forget()
 
 
 def finish_step(

@@ -73,7 +73,7 @@ def try_graph(
             # A rank that reads its step makes process groups at once, and one that captures it as it goes.
             graphs.not_stored(shape)
         with waiting("capturing the step" + (" and planning its memory" if budget is not None else "")):
-            refused = _refused(graphs, shape, device)
+            refused = refuses(graphs, shape, device)
         if budget is not None:
             graphs.begin(shape, refused)
     except BaseException:
@@ -86,7 +86,7 @@ def try_graph(
     return None, handle
 
 
-def _refused(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> bool:
+def refuses(graphs: Graphs, shape: BatchShape, device: torch.device | str) -> bool:
     """Whether some rank cannot capture a step of this shape, which is ready otherwise: on every rank in the same order,
     and compiled on all or none. A collective."""
     refused, uncompiled, apart = _tried(graphs, shape, device)

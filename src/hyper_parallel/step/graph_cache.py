@@ -342,12 +342,14 @@ ELSEWHERE_UNCOMPILED = "another worker's step cannot be compiled; its log says w
 def uncompiled_because(why: str) -> str:
     """What is shown when a run's graphs are not compiled although they were to be, and `why`."""
     return (
-        f"the step cannot be compiled: {why}. It runs uncompiled: as right, but slower. train.compile=false asks for "
-        "this and is silent."
+        f"the step cannot be compiled: {why}. It runs uncompiled: as right, but slower. train.compile=false (of an "
+        "actor: roles.actor.compile=false) asks for this and is silent."
     )
 
 
-UNCOMPILED_ADVICE = "train.compile=false runs the same steps uncompiled"
+UNCOMPILED_ADVICE = (
+    "train.compile=false (of an actor: roles.actor.compile=false) runs the same steps uncompiled"
+)
 
 
 def code_failed(node: fx.Node, when: str, error: BaseException) -> str:
@@ -362,7 +364,7 @@ def eagerly(why: str) -> str:
     """What is shown when a run goes on eagerly, and `why`."""
     return (
         f"{why}\nEvery step runs eagerly instead: as right, but without what the graph gives (speed, offload, "
-        "simulation). train.engine=eager asks for this and is silent."
+        "simulation). train.engine=eager (of an actor: roles.actor.engine=eager) asks for this and is silent."
     )
 
 

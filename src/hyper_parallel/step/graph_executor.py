@@ -239,7 +239,8 @@ class GraphStepper:
                 lambda looked: self._graphs.runs(graph.plain, looked, runtime),
             )
         else:
-            accumulate(recipe.model.train(), recipe.handle, batch, self._tokens, recipe.seed, recipe.loss)
+            model, loss_of = recipe.model.train(), recipe.loss_of
+            accumulate(model, recipe.handle, batch, self._tokens, recipe.seed, recipe.loss, loss_of)
         raise non_finite(recipe.handle, batch.step, batch.rows, result.loss, result.grad_norm, counts)
 
 

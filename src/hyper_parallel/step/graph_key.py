@@ -45,6 +45,8 @@ def key_of(
     handle = recipe.handle
     if current_step() != StepContext():
         raise NoDigest("the step is captured as a part of another computation")
+    if recipe.inputs:
+        raise NoDigest("the loss is another one than next-token prediction's")
     if handle.skeleton is None or handle.pipeline is not None:
         raise NoDigest("the model has values or is cut into stages")
     optimizer = recipe.optimizer

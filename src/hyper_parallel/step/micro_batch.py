@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,6 @@ from hyper_parallel.graph import phase
 from hyper_parallel.graph.gradients import GRADIENT, UNREDUCED, UNSUMMED
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.forward import documents_known
-from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.step.batches import MicroBatch
 from hyper_parallel.step.recipe import GradientRecipe
@@ -32,6 +31,8 @@ PLACE = "place"
 """The name of a place in a row among what a micro-batch's model takes, where the logits behind it are wanted."""
 WEIGHT = "weight."
 """How the names of gathered weights begin."""
+SUM = "sum."
+"""How the names of what a loss adds up besides itself begin (`GradientRecipe.sums`)."""
 ROWS = "rows."
 """How the names of the counts of tokens by expert begin; an experts module's name follows."""
 
@@ -51,10 +52,13 @@ def boundary_values(
     }
 
 
-def blank_micro_batch(rows: int, length: int, device: torch.device | str) -> MicroBatch:
-    """A micro-batch of this shape, for a capture: its values say nothing."""
+def blank_micro_batch(
+    rows: int, length: int, device: torch.device | str, inputs: Sequence[str] = ()
+) -> MicroBatch:
+    """A micro-batch of this shape, for a capture: its values say nothing. `inputs`: as of `GradientRecipe`."""
     ids, labels, positions = (torch.zeros(rows, length, dtype=torch.int64, device=device) for _ in range(3))
-    return MicroBatch(ids, labels, positions, torch.arange(rows, device=device))
+    extra = {name: torch.zeros(rows, length, device=device) for name in inputs}
+    return MicroBatch(ids, labels, positions, torch.arange(rows, device=device), extra=extra)
 
 
 def blank_like(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
@@ -110,7 +114,7 @@ def loss_of(
         documents_known(documents),
         recipe.handle.micro_batch(seed=recipe.seed, step=step, rows=micro.rows, last=last),
     ):
-        loss = causal_lm_loss(
+        loss = recipe.loss_of(
             recipe.model,
             micro.input_ids,
             micro.labels,

@@ -106,8 +106,9 @@ class Profiling:
 class StepTraces:
     """PyTorch's profile of a few steps on this rank, in which each instruction of the Program is a range."""
 
-    def __init__(self, config: ProfileConfig, out: Path, worker: Worker) -> None:
-        self._left, self._seen = config.steps, 0
+    def __init__(self, steps: int, out: Path, worker: Worker) -> None:
+        """`steps`: the number of those that are traced; `out`: the run's folder."""
+        self._left, self._seen = steps, 0
         self._files = [str(out / "profile" / f"rank-{rank}.json") for rank in range(worker.world)]
         self._rank = worker.rank
         self._profiler: torch.profiler.profile | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError
 from hyper_parallel.shard import ShardedModel, sharded
 from hyper_parallel.shard.experts.loads import imbalance, take_loads
+from hyper_parallel.shard.loss import causal_lm_loss
 from hyper_parallel.shard.process_mesh import LOSS_AXES, ROW_AXES
 from hyper_parallel.step.batches import StepBatch
 from hyper_parallel.step.lr_schedule import Schedule, schedule
@@ -86,6 +87,8 @@ class StepResult:
     """The largest ratio, over the layers, of the busiest expert's load to the mean; None without experts."""
     expert_loads: list[float] | None = None
     """The rows that each expert of each layer got in the whole step; None without experts."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else a loss of another kind came to."""
 
     @property
     def finite(self) -> bool:
@@ -101,6 +104,36 @@ class GradientRecipe:
     handle: ShardedModel
     seed: int = field(default=0, kw_only=True)
     loss: LossConfig | None = field(default=None, kw_only=True)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of fp32 tensors [B, S] that the loss takes besides labels: in `MicroBatch.extra`."""
+        return ()
+
+    def loss_of(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None,
+        tokens: Tensor,
+        options: LossConfig | None = None,
+        *,
+        micro_batches: int = 1,
+        **inputs: Any,
+    ) -> Tensor:
+        """A micro-batch's part of the step's loss, as of `causal_lm_loss`, with gradients."""
+        return causal_lm_loss(
+            model, input_ids, labels, position_ids, tokens, options, micro_batches=micro_batches, **inputs
+        )
+
+    def sums(self) -> Mapping[str, Tensor]:
+        """What the micro-batches since the last `forget` add up to besides the loss, by name. It is the same tensors
+        until the next micro-batch: a graph is cut at them."""
+        return {}
+
+    def forget(self) -> None:
+        """A step begins: nothing was added up."""
 
 
 MakeOptimizer = Callable[[nn.Module, Any], Optimizer]

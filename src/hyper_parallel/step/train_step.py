@@ -84,7 +84,10 @@ class Stepper:
 
     def _eagerly(self, batch: StepBatch, tokens: Tensor) -> Tensor:
         recipe = self._recipe
-        return accumulate(recipe.model.train(), recipe.handle, batch, tokens, recipe.seed, recipe.loss)
+        recipe.forget()
+        return accumulate(
+            recipe.model.train(), recipe.handle, batch, tokens, recipe.seed, recipe.loss, recipe.loss_of
+        )
 
     def begin(self, batch: StepBatch) -> None:
         """Take the batch that the next `run` computes; a collective, needed before the first one only."""

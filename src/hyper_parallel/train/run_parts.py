@@ -182,7 +182,7 @@ class RunParts:
             Profiling(train.profile, Path(config.out), worker, flops * tokens, peak)
             if train.profile is not None and worker.rank == 0 and built.accumulate is None
             else None,
-            StepTraces(train.profile, Path(config.out), worker)
+            StepTraces(train.profile.steps, Path(config.out), worker)
             if train.profile is not None and built.accumulate is not None
             else None,
             None if built.budget is None else BudgetMeter(built.budget),

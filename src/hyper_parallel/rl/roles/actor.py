@@ -12,14 +12,18 @@ Every rank is given the whole batch and computes its share of rows, so that all 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from hyper_parallel.checkpoint import Piece
 from hyper_parallel.checkpoint.adapters import STATE as LORA
@@ -27,6 +31,7 @@ from hyper_parallel.checkpoint.adapters import merge_state
 from hyper_parallel.checkpoint.reader import read
 from hyper_parallel.checkpoint.verify import newest
 from hyper_parallel.checkpoint.writer import Writer
+from hyper_parallel.compat import backend
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.export_assets import tokenizer_assets
@@ -34,7 +39,9 @@ from hyper_parallel.data.generation_settings import GENERATION
 from hyper_parallel.errors import ConfigError, NonFiniteError
 from hyper_parallel.rl.roles.critic import Critic
 from hyper_parallel.rl.roles.models import ends_of
+from hyper_parallel.rl.roles.policy_recipe import PolicyRecipe, positions_of
 from hyper_parallel.rl.roles.policy_update import (
+    GivenGradient,
     MetricSums,
     MicroRows,
     PolicyTokens,
@@ -43,20 +50,27 @@ from hyper_parallel.rl.roles.policy_update import (
     answer_objective,
     count_of,
     estimated,
+    means,
+    metric_names,
     micro_batches,
     on_all_ranks,
-    settings_of,
     supervised_samples,
     update,
     weights_of,
 )
 from hyper_parallel.rl.sample import Sample
 from hyper_parallel.shard import sharded
-from hyper_parallel.shard.loss import causal_lm_loss, token_logprobs, token_loss
+from hyper_parallel.shard.loss import causal_lm_loss, token_logprobs
 from hyper_parallel.shard.process_mesh import LOSS_AXES
-from hyper_parallel.step.lr_schedule import schedule
+from hyper_parallel.step.batches import StepBatch
+from hyper_parallel.step.capture_train_step import state as state_of
+from hyper_parallel.step.engine import refuses
+from hyper_parallel.step.graph_cache import Graphs
+from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.optimizer import build_optimizer
+from hyper_parallel.step.train_step import Stepper
 from hyper_parallel.train.checkpoint_state import FOLDER, model_shards
+from hyper_parallel.train.summary import BudgetMeter
 
 Values = Sequence[Sequence[float]]
 """Of each sample's tokens."""
@@ -73,16 +87,27 @@ class Actor:
         device: torch.device,
         *,
         critic: bool = False,
+        graphs: Graphs | None = None,
     ) -> None:
+        """`graphs`: those of the updates, of a model in the traceable lowering; None to run the model's own code."""
         self.model, self.tokenizer = model, tokenizer
         self.handle = sharded(model)
         self.version = 0
         """Optimizer updates of reinforcement learning until now."""
         self._config, self._rl, self._device = config, config.rl, device
-        self.optimizer = build_optimizer(model, config.rl.optimizer)
+        self._budget = None if graphs is None else graphs.budget
+        with contextlib.nullcontext() if self._budget is None else self._budget.settling():
+            self.optimizer = build_optimizer(model, config.rl.optimizer)
+        if self._budget is not None:
+            known = state_of(self.handle, self.optimizer)
+            self._budget.settle_others({name: tensor.detach() for name, (_, tensor) in known.items()})
+        self._meter = None if self._budget is None else BudgetMeter(self._budget)
         self.critic = Critic(config, model, device) if critic else None
-        self._settings = settings_of(config.rl)
-        self._schedule = schedule(config.rl.schedule, config.rl.updates)
+        self._recipe = PolicyRecipe.of_policy(config, model, self.optimizer)
+        self._graphs = graphs
+        self._stepper = Stepper(self._recipe) if graphs is None else GraphStepper(self._recipe, graphs)
+        self._most = None if graphs is None else positions_of(model)
+        """The most positions of a row, where rows are padded to few lengths."""
         self._warmup: Any = None
 
     def train(self, samples: Sequence[Sample], reference: Values | None = None) -> dict[str, float]:
@@ -108,18 +133,22 @@ class Actor:
                 # Before the first update they are those of before the batch.
                 known = proximal[span] if proximal is not None and first == 0 else None
                 current = known or self.logprobs(samples[span])
-            found = self._update(
-                samples[span],
-                current,
-                advantages[span],
-                proximal[span] if proximal is not None else None,
-                reference[span] if reference is not None else None,
-                count_of(rl, samples[span], samples),
-            )
+            with record_function(f"update {self.version + 1}"):
+                found = self._update(
+                    samples[span],
+                    current,
+                    advantages[span],
+                    proximal[span] if proximal is not None else None,
+                    reference[span] if reference is not None else None,
+                    count_of(rl, samples[span], samples),
+                )
             if self.critic is not None and old is not None and returns is not None:
                 found |= self.critic.train(samples[span], old[span], returns[span])
             for key, value in found.items():
                 total[key] = total.get(key, 0.0) + value / rl.minibatches
+        if self._meter is not None:
+            held = float(backend(self._device.type).memory_allocated())
+            total |= self._meter.record(held, on_cpu=self._device.type == "cpu")
         return total
 
     def warm_up(self, rows: Sequence[tuple[str, str]]) -> float:
@@ -138,7 +167,9 @@ class Actor:
                 model, rows.input_ids, rows.labels, rows.position_ids, tokens, micro_batches=len(micro)
             )
 
-        total = self._add_gradients(micro, loss)
+        total = add_gradients(
+            self.handle, micro, loss, self._device, seed=self._config.seed, step=self.version
+        )
         update(model, self._warmup, self.handle.grad_norm(), 1.0)
         return float(self.handle.all_reduce(total, LOSS_AXES))
 
@@ -150,7 +181,8 @@ class Actor:
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Log-probabilities of each sample's tokens under the weights as they are, on every rank."""
-        return logprobs_of(self.model, samples, self._config, self._device)
+        with record_function("log-probabilities"):
+            return logprobs_of(self.model, samples, self._config, self._device)
 
     def update_state(self) -> list[Tensor]:
         """What only updates need: the optimizers' tensors, and the critic with its own."""
@@ -184,6 +216,16 @@ class Actor:
             self.critic.optimizer.load_state(state["critic"])
 
     @property
+    def streamed(self) -> bool:
+        """Whether checkpoints are written tensor by tensor, since not all state is on the device at once."""
+        return self._budget is not None
+
+    def close(self) -> None:
+        """Give back the memory beside the device."""
+        if self._budget is not None:
+            self._budget.close()
+
+    @property
     def model_config(self) -> dict[str, Any]:
         """The Transformers config, as JSON has it."""
         config: Any = self.model.config
@@ -206,48 +248,72 @@ class Actor:
         reference: Values | None,
         count: float,
     ) -> dict[str, float]:
-        rl, model = self._rl, self.model.train()
-        micro = micro_batches(samples, self.handle, rl.micro_batch, self._device)
-        sums = MetricSums()
-
-        def loss(one: MicroRows) -> Tensor:
+        rl, handle = self._rl, self.handle
+        micro = micro_batches(samples, handle, rl.micro_batch, self._device, self._most)
+        # Ratios of whole answers are no part of the step's own loss: it is given their gradient.
+        answers, value = MetricSums(), torch.zeros((), dtype=torch.float64, device=self._device)
+        given = []
+        for one in micro:
             rows = one.rows
-            objective = PolicyTokens(
-                settings=self._settings,
+            objective: PolicyTokens | GivenGradient = PolicyTokens(
+                settings=self._recipe.settings,
                 temperature=rl.temperature,
                 weights=weights_of(rl, rows.drawn, count),
                 behaviour=rows.behaviour,
                 advantages=one.placed(advantages),
                 proximal=None if proximal is None else one.placed(proximal),
                 reference=None if reference is None else one.placed(reference),
-                sums=sums,
+                sums=answers,
             )
-            ids, positions = rows.input_ids, rows.position_ids
-            if current is None:
-                return token_loss(model, ids, rows.labels, positions, objective, micro_batches=len(micro))
-            whole, value = answer_objective(objective, one.placed(current))
-            return token_loss(model, ids, rows.labels, positions, whole, micro_batches=len(micro)) + value
-
-        total = self._add_gradients(micro, loss)
-        norm = self.handle.grad_norm()
-        vector = torch.cat([total.double().reshape(1).cpu(), sums.vector()]).to(self._device)
-        added = self.handle.all_reduce(vector, LOSS_AXES).cpu()
-        found = {"loss": float(added[0]), "grad_norm": float(norm), **sums.means(added[1:])}
-        if not torch.tensor([found["loss"], found["grad_norm"]]).isfinite().all():
-            model.zero_grad(set_to_none=True)
-            raise NonFiniteError(
-                f"the loss is {found['loss']:g} and the gradient norm {found['grad_norm']:g} at update {self.version}; "
-                "lower rl.optimizer.lr, or look at the rewards in samples.jsonl"
-            )
-        scale = self._schedule(self.version)
-        update(model, self.optimizer, norm, rl.grad_clip, scale)
+            if current is not None:
+                assert isinstance(objective, PolicyTokens)
+                objective, whole = answer_objective(objective, one.placed(current))
+                value += whole
+            given.append(self._recipe.micro_batch(one, objective))
+        of_answers = self._of_answers(value, answers) if current is not None else {}
+        batch = StepBatch(self.version, list(range(len(samples))), given, torch.ones((), device=self._device))
+        try:
+            self._begin(batch)
+            if self._meter is not None:
+                self._meter.begin()
+            began = time.perf_counter()
+            result = self._stepper.run(load_next=None, memory=0.0)
+            if self._meter is not None:
+                self._meter.end(time.perf_counter() - began)
+        except NonFiniteError as error:
+            raise self._not_finite(str(error)) from error
+        finally:
+            self.model.zero_grad(set_to_none=True)
+        scale = self._recipe.schedule(self.version)
         self.version += 1
+        found = {"loss": result.loss, "grad_norm": result.grad_norm, **result.metrics, **of_answers}
+        if of_answers:
+            # The step's own part is the model's auxiliary loss, where it has one.
+            found["loss"] += result.loss
         return {**found, "lr": rl.optimizer.lr * scale}
 
-    def _add_gradients(self, micro: Sequence[MicroRows], loss_of: Callable[[MicroRows], Tensor]) -> Tensor:
-        return add_gradients(
-            self.handle, micro, loss_of, self._device, seed=self._config.seed, step=self.version
+    def _of_answers(self, value: Tensor, sums: MetricSums) -> dict[str, float]:
+        """The loss and the metrics of ratios of whole answers, over all ranks. Raises NonFiniteError."""
+        assert sums.total is not None, "a rank has micro-batches"
+        added = self.handle.all_reduce(torch.cat([value.reshape(1), sums.total]), LOSS_AXES)
+        loss = float(added[0])
+        if not math.isfinite(loss):
+            raise self._not_finite(f"the loss is {loss:g}")
+        rl, settings = self._rl, self._recipe.settings
+        names = metric_names(settings, proximal=rl.objective != "behaviour", reference=rl.kl > 0)
+        return {"loss": loss, **means(names, added[1:])}
+
+    def _not_finite(self, what: str) -> NonFiniteError:
+        return NonFiniteError(
+            f"update {self.version}: {what}; lower rl.optimizer.lr, or look at the rewards in samples.jsonl"
         )
+
+    def _begin(self, batch: StepBatch) -> None:
+        """Take an update's batch; the first one of graphs is captured on all ranks or none."""
+        graphs = self._graphs
+        if graphs is not None and not graphs.captured and graphs.refused is None:
+            refuses(graphs, graphs.shape_of(batch.micro), self._device)
+        self._stepper.begin(batch)
 
 
 def logprobs_of(
@@ -302,6 +368,7 @@ class ActorCheckpoints:
                 handle.rank,
                 keep=settings.keep,
                 background=settings.background,
+                streamed=self._actor.streamed,
                 group=group,
             )
         found = newest(self._folder, group=group)

@@ -5,8 +5,10 @@ Every rank of a group is given the same instructions. Results are plain data; ra
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,7 @@ from hyper_parallel.launch.worker import Worker
 from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.roles.actor import Actor, ActorCheckpoints, logprobs_of
 from hyper_parallel.rl.roles.models import RewardModel, rollout_model, tokenizer_of, trained_policy
+from hyper_parallel.rl.roles.policy_recipe import captured_policy
 from hyper_parallel.rl.roles.rollout import Rollout
 from hyper_parallel.rl.roles.sleep import RoleMemory, Turn
 from hyper_parallel.rl.sample import Prompted, Sample
@@ -29,6 +32,7 @@ from hyper_parallel.rl.weights.merged_adapters import has_adapters, sent_tensors
 from hyper_parallel.rl.weights.plan import plan_weights
 from hyper_parallel.rl.weights.transfer import Meeting, WeightTransfer, connect, describe, local_tensors
 from hyper_parallel.shard import load_weights
+from hyper_parallel.step.profiling import StepTraces
 
 
 class RoleHost:
@@ -46,6 +50,7 @@ class RoleHost:
         tokenizer = tokenizer_of(config)
         self._actor: Actor | None = None
         self._rollout: Rollout | None = None
+        self._traces: StepTraces | None = None
         self._reference: Any = None
         self._reward: RewardModel | None = None
         self._checkpoints: ActorCheckpoints | None = None
@@ -53,9 +58,13 @@ class RoleHost:
         self._memory = RoleMemory(config.roles.sleep if self._in_turns else None, worker.device)
         shares = "rollout" in roles and config.shares_model
         if "actor" in roles:
-            model = trained_policy(config, tokenizer, config.roles.actor.strategy, worker.device)
-            actor = self._actor = Actor(config, model, tokenizer, worker.device, critic="critic" in roles)
+            model, graphs = captured_policy(config, tokenizer, worker.device)
+            actor = self._actor = Actor(
+                config, model, tokenizer, worker.device, critic="critic" in roles, graphs=graphs
+            )
             self._checkpoints = ActorCheckpoints(config, actor)
+            if (profile := config.roles.actor.profile) is not None:
+                self._traces = StepTraces(profile.steps, Path(config.out), worker)
             updates: set[Turn] = {"train", "send"}
             generates: set[Turn] = {"generate"}
             self._memory.add(
@@ -113,6 +122,8 @@ class RoleHost:
             self._rollout.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
+        if self._actor is not None:
+            self._actor.close()
         self._memory.close()
 
     # The actor.
@@ -121,7 +132,9 @@ class RoleHost:
         """Train on a batch; what came of it."""
         assert self._actor is not None
         self._memory.turn("train")
-        found = self._actor.train(samples, reference)
+        step = self._actor.version // self._config.rl.minibatches + 1
+        with contextlib.nullcontext() if self._traces is None else self._traces.step(step):
+            found = self._actor.train(samples, reference)
         self._memory.look("train")
         return found | self._memory.metrics()
 

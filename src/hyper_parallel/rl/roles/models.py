@@ -24,9 +24,10 @@ from hyper_parallel.inference.blocked_products import column_major
 from hyper_parallel.inference.ragged_pass import BLOCK
 from hyper_parallel.rl.rewards.reward import Prompt
 from hyper_parallel.rl.tasks import VOCABULARY
-from hyper_parallel.shard import init_weights, load_weights, parallelize, sharded
+from hyper_parallel.shard import ShardedModel, init_weights, load_weights, parallelize, sharded
 from hyper_parallel.shard.forward import inference
 from hyper_parallel.shard.lora_adapters import adapted_layers, base_of, name_in_base
+from hyper_parallel.shard.parallelize import Lowering
 from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.step.adapters import with_adapters
 from hyper_parallel.step.build import causal_model, transformers_config
@@ -90,16 +91,26 @@ def _transformers_config(config: RLConfig, tokenizer: Tokenizer) -> Any:
 
 
 def trained_policy(
-    config: RLConfig, tokenizer: Tokenizer, strategy: Strategy, device: torch.device, *, adapted: bool = True
+    config: RLConfig,
+    tokenizer: Tokenizer,
+    strategy: Strategy,
+    device: torch.device,
+    *,
+    adapted: bool = True,
+    lowering: Lowering = "fsdp",
+    like: ShardedModel | None = None,
+    filled: bool = True,
 ) -> nn.Module:
-    """The parallelized model with its values, on every rank; with the run's adapters unless not `adapted`. Raises
-    StrategyError besides, and ConfigError for adapters that do not fit the model."""
+    """The parallelized model with its values, on every rank; with the run's adapters unless not `adapted`, and without
+    values unless `filled`. `lowering`, `like`: as of `parallelize`. Raises StrategyError besides, and ConfigError for
+    adapters that do not fit the model."""
     model = policy_on_meta(config, tokenizer, getattr(torch, strategy.precision.param))
     if adapted and config.model.adapter is not None:
         model = with_adapters(model, config.model.adapter)
         _refuse_tied(model)
-    model = parallelize(model, strategy)
-    fill(model, config, device)
+    model = parallelize(model, strategy, lowering=lowering, like=like)
+    if filled:
+        fill(model, config, device)
     return model
 
 

@@ -11,7 +11,7 @@ log-probabilities ℓ of a pass without gradients; the pass with gradients then 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -86,26 +86,48 @@ def weights_of(rl: RLTraining, drawn: Tensor, count: float) -> Tensor:
 
 @dataclass
 class MetricSums:
-    """Sums over tokens of an update's metrics, and the number of tokens."""
+    """Sums over tokens of metrics."""
 
-    tokens: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
+    total: Tensor | None = None
+    """fp64 [1 + metrics] on the device: the number of tokens, and the sum of each metric; None before the first
+    token."""
 
     def add(self, metrics: Mapping[str, Tensor], logprobs: Tensor, trained: Tensor) -> None:
         """Of some positions."""
-        self.tokens += float(trained.sum())
-        for name, value in {**metrics, "entropy": -logprobs}.items():
-            kept = torch.where(trained, value.detach().float(), 0.0)
-            self.sums[name] = self.sums.get(name, 0.0) + float(kept.sum())
+        sums = [
+            torch.where(trained, value.detach().float(), 0.0).sum()
+            for value in _with_entropy(metrics, logprobs).values()
+        ]
+        added = torch.stack([trained.sum().double(), *(one.double() for one in sums)])
+        self.total = added if self.total is None else self.total + added
 
-    def vector(self) -> Tensor:
-        """fp64, to be added over ranks."""
-        return torch.tensor([self.tokens, *self.sums.values()], dtype=torch.float64)
 
-    def means(self, added: Tensor) -> dict[str, float]:
-        """The mean of each metric over all ranks' tokens, from the added vectors."""
-        tokens, *sums = added.tolist()
-        return {name: value / max(tokens, 1.0) for name, value in zip(self.sums, sums, strict=True)}
+def _with_entropy(metrics: Mapping[str, Tensor], logprobs: Tensor) -> dict[str, Tensor]:
+    return {**metrics, "entropy": -logprobs}
+
+
+def metric_names(settings: PolicyObjective, *, proximal: bool, reference: bool) -> tuple[str, ...]:
+    """The metrics that `MetricSums` has behind the number of tokens, in order. `proximal`, `reference`: whether there
+    are such log-probabilities."""
+    zero = torch.zeros(1, 1)
+    _, metrics = policy_terms(
+        zero,
+        behaviour=zero,
+        advantages=zero,
+        mask=zero == 0,
+        settings=settings,
+        proximal=zero if proximal else None,
+        reference=zero if reference else None,
+    )
+    return tuple(_with_entropy(metrics, zero))
+
+
+def means(names: Sequence[str], sums: Tensor) -> dict[str, float]:
+    """The mean of each metric over the tokens, from `MetricSums.total` of all ranks; empty without names."""
+    if not names:
+        return {}
+    tokens, *values = sums.tolist()
+    return {name: value / max(tokens, 1.0) for name, value in zip(names, values, strict=True)}
 
 
 @dataclass
@@ -197,10 +219,17 @@ class SampleRows:
         return placed.to(self.labels.device).masked_fill(~self.drawn, 0)
 
 
-def length_of(samples: Sequence[Sample], multiple: int) -> int:
-    """Positions that the longest needs, a multiple of `multiple`."""
+def length_of(samples: Sequence[Sample], multiple: int, most: int | None = None) -> int:
+    """Positions that the longest needs, a multiple of `multiple`. With `most`, the positions of the model, it is a
+    power of two or the whole of these: of few lengths, each of which has a graph."""
     longest = max(len(one.prompt) + len(one.tokens) - 1 for one in samples)
-    return -(-longest // multiple) * multiple
+    return few_lengths(longest, multiple, most or longest)
+
+
+def few_lengths(longest: int, multiple: int, most: int) -> int:
+    """The power of two that is at least `longest`, or `most` where that is less; a multiple of `multiple`."""
+    length = max(longest, min(1 << (longest - 1).bit_length(), most))
+    return -(-length // multiple) * multiple
 
 
 def rows_of(samples: Sequence[Sample], length: int, device: torch.device) -> SampleRows:
@@ -245,9 +274,14 @@ class MicroRows:
 
 
 def micro_batches(
-    samples: Sequence[Sample], handle: ShardedModel, micro: int | None, device: torch.device
+    samples: Sequence[Sample],
+    handle: ShardedModel,
+    micro: int | None,
+    device: torch.device,
+    most: int | None = None,
 ) -> list[MicroRows]:
-    """Of an update, the same samples on every rank; replicate · shard divides their number."""
+    """Of an update, the same samples on every rank; replicate · shard divides their number. With `most` all have one
+    length, of few (`length_of`)."""
     share = share_of(handle, len(samples))
     size = share.stop - share.start
     micro, multiple = min(micro or size, size), length_multiple(handle.plan)
@@ -255,7 +289,8 @@ def micro_batches(
     for at in range(share.start, share.stop, micro):
         count = min(micro, share.stop - at)
         beside = rows_beside(handle, len(samples), at, count)
-        length = length_of([samples[place] for place in beside], multiple)
+        longest = [samples[place] for place in beside] if most is None else samples
+        length = length_of(longest, multiple, most)
         own = list(samples[at : at + count])
         found.append(MicroRows(list(range(at, at + count)), own, rows_of(own, length, device)))
     return found
