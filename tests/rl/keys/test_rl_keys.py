@@ -53,7 +53,7 @@ def runs(folder: Path) -> list[RLConfig]:
     }
     scores = {"model": str(reward_folder(folder / "scores")), "strategy": spread}
     apart = {
-        "actor": {"devices": 0, "strategy": spread},
+        "actor": {"devices": 0, "strategy": spread, "engine": "graph", "profile": {"steps": 1}},
         "rollout": {"devices": 1, "page": 16, "strategy": {"memory": {"device": "64MiB"}}},
         "reference": {"devices": 2, "strategy": spread},
     }
