@@ -194,6 +194,18 @@ def test_a_buffer_that_evaluation_alone_uses() -> None:
     assert run_ranks(_evaluated, 2, timeout=240) == pytest.approx([held, held], rel=TOLERANCE)
 
 
+def test_rows_that_fill_no_micro_batch_are_evaluated() -> None:
+    """Copies that fill the last micro-batch up bear no loss."""
+    model, (ids, labels, positions) = _model(), _rows(0)
+    pipeline = hp.pipeline(_model(), hp.Strategy(check=False), rows=3, length=16, micro_batches=1)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, position_ids=positions, use_cache=False).logits
+        held = float(cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    assert float(pipeline.evaluate(ids, labels, positions)) == pytest.approx(held, rel=TOLERANCE)
+    with pytest.raises(HyperParallelError, match="give each rank a multiple of 3 rows"):
+        pipeline.forward_backward(ids, labels)
+
+
 def test_one_stage_takes_the_same_calls(plain: Steps) -> None:
     _judge(plain, [_train(0, 1, {}, range(4))])
 

@@ -69,8 +69,6 @@ class Scheduler:
             self.waiting.popleft()
             self._first = None
             self.running.append(one)
-            if self._memory is not None:
-                self._memory.used(one)
 
     def next_pass(self) -> list[tuple[Running, Segment]]:
         """What the next pass computes: the newest token of requests that generate, then pieces of prompts, the oldest

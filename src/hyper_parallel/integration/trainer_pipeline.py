@@ -19,9 +19,9 @@ from hyper_parallel.errors import IntegrationError
 from hyper_parallel.integration.batch_rows import FewLengths, rows_of
 from hyper_parallel.integration.parallel_run import check_world, world_size
 from hyper_parallel.integration.streamed_sharding import as_on_rank_0, streamed
-from hyper_parallel.shard.loss import IGNORED
 from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.shard.plan.plan import length_multiple
+from hyper_parallel.step.batches import filled_up
 from hyper_parallel.step.pipeline import Pipeline
 from hyper_parallel.step.pipeline_build import Losses
 from hyper_parallel.step.pipeline_plan import StepShape
@@ -215,11 +215,7 @@ class TrainerPipeline:
                 "the last batch of an epoch has fewer rows than the pipeline's micro-batches take, and rows that fill "
                 "it up would count in the routers' auxiliary loss; set dataloader_drop_last=True"
             )
-        filled = {
-            name: torch.cat([one, one[:1].expand(missing, *one.shape[1:])]) for name, one in columns.items()
-        }
-        filled["labels"][-missing:] = IGNORED
-        return filled
+        return filled_up(columns, missing)
 
 
 def not_taken(rest: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from hyper_parallel.data import Order, Rows
 from hyper_parallel.data.order import dealt
 from hyper_parallel.shard import ShardedModel
 from hyper_parallel.shard.forward import several_documents
-from hyper_parallel.shard.loss import valid_tokens
+from hyper_parallel.shard.loss import IGNORED, valid_tokens
 from hyper_parallel.shard.model_structure import is_transformers
 from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.shard.vision_and_audio_towers import towers_of
@@ -145,6 +145,15 @@ def _encoder_work(handle: ShardedModel) -> float:
     sizes = [(id(one.parameter) in inside, math.prod(one.layout.shape)) for one in handle.parameters()]
     encoder, language = (sum(size for held, size in sizes if held is which) for which in (True, False))
     return encoder / max(1, language)
+
+
+def filled_up(rows: dict[str, Tensor], missing: int) -> dict[str, Tensor]:
+    """Rows [B, ...] by name, and `missing` copies of the first one that bear no loss."""
+    if not missing:
+        return rows
+    filled = {name: torch.cat([one, one[:1].expand(missing, *one.shape[1:])]) for name, one in rows.items()}
+    filled["labels"][-missing:] = IGNORED
+    return filled
 
 
 def load_rows(

@@ -13,7 +13,6 @@ so that gradients and loss are those of one device, whatever the number of token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +22,10 @@ from hyper_parallel.config.train import LossConfig
 from hyper_parallel.errors import DataError, StrategyError
 from hyper_parallel.shard import ShardedModel, parallelize, sharded
 from hyper_parallel.shard.forward import documents_known, inference, several_documents
-from hyper_parallel.shard.loss import IGNORED, causal_lm_loss, valid_tokens
+from hyper_parallel.shard.loss import causal_lm_loss, valid_tokens
 from hyper_parallel.shard.plan.plan import check_length
 from hyper_parallel.shard.process_mesh import ROW_AXES
-from hyper_parallel.step.batches import MicroBatch, StepBatch
+from hyper_parallel.step.batches import MicroBatch, StepBatch, filled_up
 from hyper_parallel.step.pipeline_build import BuiltPipeline, Losses, check_processes, cut_into_stages
 from hyper_parallel.step.pipeline_plan import StepShape
 from hyper_parallel.step.program_runner import gradients_added, whole_loss
@@ -235,28 +234,14 @@ class Pipeline:
             begin = self.handle.data_index * count
             row_numbers = torch.arange(begin, begin + count)
         rows["rows"] = row_numbers.to(self._device)
-        return _Batch(
-            [
-                MicroBatch(one["input_ids"], one["labels"], one["position_ids"], one["rows"], several=several)
-                for one in self._cut(rows, count)
-            ],
-            tokens,
-            several,
-        )
-
-    def _cut(self, rows: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-        """Micro-batches. The last one is filled up with its first row, which then bears no loss."""
         each = self._shape.rows
-        for at in range(0, count, each):
-            one = {name: value[at : at + each] for name, value in rows.items()}
-            missing = each - one["labels"].size(0)
-            if missing:
-                one = {
-                    name: torch.cat([value, value[:1].repeat(missing, *[1] * (value.dim() - 1))])
-                    for name, value in one.items()
-                }
-                one["labels"][-missing:] = IGNORED
-            yield one
+        rows = filled_up(rows, -count % each)
+        parts = ({name: one[at : at + each] for name, one in rows.items()} for at in range(0, count, each))
+        micro = [
+            MicroBatch(one["input_ids"], one["labels"], one["position_ids"], one["rows"], several=several)
+            for one in parts
+        ]
+        return _Batch(micro, tokens, several)
 
     def _problem(self, given: dict[str, Tensor | None], fill: bool) -> str | None:
         """Why these rows cannot be computed, in words."""

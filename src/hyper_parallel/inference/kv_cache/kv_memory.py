@@ -74,10 +74,6 @@ class KVMemory:
         """Whether the request is longer than the device's memory."""
         return one.longest > self.sizes.device
 
-    def used(self, one: Running) -> None:
-        """A request begins: its prefixes are used."""
-        self.tiers.uses.used(one.keys)
-
     @property
     def least(self) -> int:
         """Pages on the device with which any request runs: a group and one more."""
@@ -260,7 +256,6 @@ class KVMemory:
         for index, key in enumerate(keys):
             if key is not None and key not in self._stored:
                 block.keys.append(key)
-                self.tiers.uses.entered(key)
                 self._stored[key] = (block, len(keys), index)
 
     def _forget(self, block: Block) -> None:
