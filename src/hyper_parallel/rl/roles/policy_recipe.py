@@ -118,9 +118,15 @@ class PolicyRecipe(Recipe):
         if self.tokenwise == GRADIENT:
             objective = GivenGradient(self.temperature, **inputs)
         else:
-            given: dict[str, Any] = {"proximal": None, "reference": None, **inputs}
             objective = PolicyTokens(
-                settings=self.settings, temperature=self.temperature, sums=self.metrics, **given
+                settings=self.settings,
+                temperature=self.temperature,
+                weights=inputs["weights"],
+                behaviour=inputs["behaviour"],
+                advantages=inputs["advantages"],
+                proximal=inputs.get("proximal"),
+                reference=inputs.get("reference"),
+                sums=self.metrics,
             )
         return token_loss(model, input_ids, labels, position_ids, objective, micro_batches=micro_batches)
 
