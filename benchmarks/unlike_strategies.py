@@ -19,6 +19,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from step_timing import time_step
+
 from hyper_parallel.data.order import RowWork, dealt
 from hyper_parallel.planner.submodels.search import DEEPEST, Step, disjoint
 from hyper_parallel.planner.submodels.sizes import (
@@ -35,7 +37,7 @@ from hyper_parallel.planner.submodels.sizes import (
     once_seconds,
     stage_costs,
 )
-from hyper_parallel.schedule import Action, MicroBatchKind, Schedule, named_schedule, time_step
+from hyper_parallel.schedule import Action, MicroBatchKind, Schedule, named_schedule
 from hyper_parallel.workload.submodels import Times, added
 
 DEGREES = (1, 2, 4, 8)

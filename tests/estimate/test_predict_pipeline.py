@@ -23,6 +23,7 @@ from hyper_parallel.estimate.stage_capture import capture_stages
 from hyper_parallel.estimate.stage_price import StagePrice, node_seconds, price_stage
 from hyper_parallel.graph.stage_cut import flops_cost
 from hyper_parallel.step.pipeline_plan import merged_pairs
+from hyper_parallel.trace import Op
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SIZE = {
@@ -230,6 +231,31 @@ def test_a_tied_embedding_is_summed_over_the_groups_that_use_it(axes: dict[str, 
     assert tied.timeline.by_phase()["reduce"].communication > 0
     # Hidden states cross in bfloat16, and no weights.
     assert _stages(tied)[0].sent == pytest.approx(2048 * 4096 * 2, rel=0.01)
+
+
+def _sums(found: Prediction, rank: int) -> list[Op]:
+    """The sums of gradients that several stages have parts of, which a rank makes at the end of its step."""
+    trace = found.timeline.trace
+    return [op for op in trace.ops[trace.classes[rank]] if op.name.startswith("sum of ")]
+
+
+def test_weights_of_stages_that_are_alike_are_not_summed() -> None:
+    axes = {"pipeline": 4, "shard": 2}
+    found = _predicted(axes, pipeline={"layers": [1, 1, 1, 1], "schedule": "1f1b"})
+    assert not any(_sums(found, rank) for rank in range(8))
+
+
+def test_a_tied_embedding_of_two_stages_of_one_rank_is_summed_on_it() -> None:
+    stages = {"schedule": "zb-v", "layers": [1, 1, 1, 1]}
+    # Weights are reduced in each micro-batch, or once a step.
+    for shard, element in (("parameters", 4), ("optimizer", 2)):
+        found = _predicted({"pipeline": 2, "shard": 2}, "gpt2", pipeline=stages, memory={"shard": shard})
+        (one,) = _sums(found, 0)
+        assert one.collective is None and not _sums(found, 2)
+        (held,) = one.allocates
+        assert one.work is not None and (one.work.read, one.work.written) == (2 * held.bytes, held.bytes)
+        # Whole, before the reduction over shards.
+        assert held.bytes == 32000 * 4096 * element
 
 
 def test_auto_is_no_longer_than_1f1b() -> None:

@@ -259,7 +259,7 @@ def test_later_micro_batches_add_to_what_the_first_one_leaves() -> None:
             Op(2, "gradient {}", work=Work("matmul", flops=1), allocates=(Bytes(7, 10, "gradient"),)),
             Op(3, "add {}", work=Work("elementwise", vector_flops=1), frees=(7,)),
         ),
-        later=frozenset({3}),
+        later={3: "total"},
     )
     forward, back = (TaskOps((Op(at, name + " {}"),)) for at, name in enumerate("FI"))
     reduce = TaskOps((Op(0, "reduce", frees=(1,)),), takes={"total": 1})
@@ -278,4 +278,24 @@ def test_later_micro_batches_add_to_what_the_first_one_leaves() -> None:
     (total,) = next(op for op in ops if op.name == "gradient 0").allocates
     assert ops[-1].name == "reduce" and ops[-1].frees == (total.storage,)
     with pytest.raises(ProgramError, match="which nothing before it gives"):
-        expand(program, {0: replace(stage, totals={})}, groups)
+        expand(program, {0: replace(stage, totals={}, weight=replace(weight, later={}))}, groups)
+
+
+def test_totals_of_two_stages_of_a_rank_are_summed_behind_the_schedule() -> None:
+    program = as_built(program_of(named_schedule("interleaved-1f1b", 1, 2, virtual=2)))
+    stages = {}
+    for number in range(2):
+        plain = unit_stage(program, number)
+        add = Op(3, "add {}", work=Work("elementwise", vector_flops=1), frees=(7,))
+        made = Op(2, "gradient {}", work=Work("matmul", flops=1), allocates=(Bytes(7, 10, "gradient"),))
+        weight = TaskOps((*plain.weight.ops, made, add), later={3: "total"})
+        both = Op(4, "sum", work=Work("elementwise", vector_flops=1), allocates=(Bytes(8, 10, "gradient"),))
+        stages[number] = replace(plain, weight=weight, totals={"total": 7}, sums={"total": both})
+    ops = expand(program, stages).ops["g0"]
+    assert [op.name for op in ops if op.work][-1] == "sum" and sum(op.name == "sum" for op in ops) == 1
+    begun = [held.storage for op in ops for held in op.allocates if op.name.startswith("gradient")]
+    # The first micro-batch of each stage leaves its own, which are freed as their sum is there.
+    (sum_,) = (op for op in ops if op.name == "sum")
+    assert set(sum_.frees) < set(begun) and len(sum_.frees) == 2
+    with pytest.raises(ProgramError, match="no op that adds total"):
+        expand(program, {**stages, 1: replace(stages[1], sums={})})

@@ -7,13 +7,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from step_timing import time_step
 
 from hyper_parallel.errors import StrategyError
 from hyper_parallel.program import TaskKind
 from hyper_parallel.schedule import Action, Costs, DeadlockError, Schedule, time_schedule
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, StepTables
 from hyper_parallel.schedule.step_order import step_schedule
-from hyper_parallel.schedule.step_timing import time_step
 
 
 def _drawn(draw: random.Random, ranks: int, kinds: int, most: int) -> list[MicroBatchKind]:

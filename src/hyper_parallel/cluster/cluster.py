@@ -213,6 +213,11 @@ class Cluster:
         members = range(ranks) if isinstance(ranks, int) else list(ranks)
         return sum(self.leg_seconds(leg) for leg in self.legs(kind, bytes, members, algorithm))
 
+    def slowest(self, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Of groups of ranks that send at the same time, the one over the slowest links."""
+        by_levels = {self.spans(ranks): ranks for ranks in reversed(groups)}
+        return max(by_levels.values(), key=lambda ranks: self.collective_seconds("send", 1 << 20, ranks))
+
     def leg_seconds(self, leg: Leg) -> float:
         """Seconds of one step of a collective on its level, alone on the link."""
         tables = [table for table in self.collectives if (table.kind, table.level) == (leg.kind, leg.level)]

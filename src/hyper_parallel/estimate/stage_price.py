@@ -6,7 +6,8 @@ weight    = end of the graph − that + the sum into the gradients of the micro-
             + what a framework computes again that no gradient needs  (`whole_recompute`, where the context says so)
 update    = Σ seconds of clipping and of the optimizer, for the stage's parameters
 
-A task is then one op of so many seconds in the step's Trace (`task_ops`), which allocates and frees what it changes:
+A task is then one op of so many seconds in the step's Trace (`program.step_trace`), which allocates and frees what it
+changes:
 
     F       what is saved, and while it runs what it needs beyond that       I      less `released` at its end
     W       frees the rest                                                   the first W: the gradients of its stage
@@ -40,17 +41,16 @@ from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.graph.step_context import current_step, region_of
 from hyper_parallel.layout import DeviceGroup
 from hyper_parallel.overlap.merge_tasks import MergedTasks
-from hyper_parallel.program import StageOps, TaskOps
-from hyper_parallel.runtime.stage_costs import PortMemory, StageMemory, port_memory, stage_memory
+from hyper_parallel.program.step_trace import PortMemory, PricedStage, StageMemory
+from hyper_parallel.runtime.stage_costs import port_memory, stage_memory
 from hyper_parallel.runtime.stage_ops import adding
 from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.step.micro_batch import WEIGHT
 from hyper_parallel.step.pipeline_plan import hidden_matrix, merged_pairs, pairs_on_one_rank
 from hyper_parallel.step.stage_plan import StagePair
-from hyper_parallel.trace import Bytes, Collective, Kind, Op, Timeline, Trace
+from hyper_parallel.trace import Collective, Op, Timeline, Trace
 from hyper_parallel.trace.timeline import step_parts
-from hyper_parallel.workload.work import Work
 
 
 @dataclass(frozen=True)
@@ -194,69 +194,22 @@ def _resident(found: CapturedStages, stage: Stage, *, several: bool) -> Resident
     )
 
 
-GRADIENTS = "gradients of stage {}"
-"""The name of the memory that a stage's micro-batches add their gradients to."""
-_EARLY, _KEPT, _BACK, _TOTAL, _WORKING = -1, -2, -3, -4, -5
-"""Storages besides those of values that cross: what the INPUT half frees of what is saved, what stays for the WEIGHT
-half, what recomputation brings back for it, the gradients, and, downwards, what each task needs while it runs."""
-_PHASES = ("forward", "input gradients", "weight gradients")
+def priced_stage(stage: Stage, price: StagePrice, ports: Mapping[str, str]) -> PricedStage:
+    """A stage with its price. `ports`: to each name of what the captured stage, which may stand for others, takes and
+    gives, the port; a stage may have fewer."""
+    found = port_memory(stage)
 
+    def of(crossings: Iterable[Crossing]) -> dict[str, PortMemory]:
+        return {ports[one.name]: found[one.name] for one in crossings if one.name in ports}
 
-def task_ops(stage: Stage, price: StagePrice, number: int, ports: Mapping[str, str]) -> StageOps:
-    """The tasks of a stage, an op each. `number`: of the stage, for which the captured one may stand; `ports`: to each
-    name of what that one takes and gives, the port, of which the stage may have fewer."""
-    found, memory = port_memory(stage), price.memory
-
-    def of(crossings: Iterable[Crossing]) -> dict[int, PortMemory]:
-        return {found[one.name].storage: found[one.name] for one in crossings}
-
-    def bytes_in(values: Mapping[int, PortMemory], task: int) -> int:
-        return sum(one.bytes for one in values.values() if one.last >= task)
-
-    def named(crossings: Iterable[Crossing]) -> dict[str, int]:
-        return {ports[one.name]: found[one.name].storage for one in crossings if one.name in ports}
-
-    received, forward = of((*stage.receives, *stage.gradients_in)), of((*stage.receives, *stage.sends))
-    values = forward | of((*stage.gradients_in, *stage.gradients_out))
-    saved = max(0, memory.saved - bytes_in(forward, 1))
-    left = max(0, memory.left - bytes_in(values, 2))
-    early, back = max(0, saved - left), max(0, left - saved)
-    sent, sent_back = of(stage.sends), of(stage.gradients_out)
-    halves = [
-        (price.forward, {_EARLY: early, _KEPT: saved - early}, sent, (), saved + bytes_in(forward, 0)),
-        (price.input, {_BACK: back}, sent_back, (_EARLY,), saved + back + bytes_in(values, 1)),
-        (price.weight, {}, {}, (_KEPT, _BACK), left + bytes_in(values, 2)),
-    ]
-    ops = []
-    for task, (seconds, kept, made, frees, base) in enumerate(halves):
-        working = _WORKING - task
-        there = received if task == 0 else received | forward
-        new = {storage: one.bytes for storage, one in made.items() if storage not in there}
-        needed = {working: max(0, memory.peaks[task] - base)}
-        kinds: dict[Kind, dict[int, int]] = {"activation": kept, "temporary": needed}
-        kinds["temporary" if task else "activation"] |= new
-        ops.append(
-            Op(
-                task,
-                f"{'FIW'[task]}{number}.{{}}",
-                f"stage {number}",
-                _PHASES[task],
-                work=Work("task", seconds=seconds),
-                allocates=tuple(
-                    Bytes(storage, size, kind)
-                    for kind, sizes in kinds.items()
-                    for storage, size in sizes.items()
-                ),
-                frees=(*frees, working, *(storage for storage, one in values.items() if one.last == task)),
-            )
-        )
-    total = Bytes(_TOTAL, price.resident.gradient, "gradient", name=GRADIENTS.format(number))
-    gradients = Op(len(ops), total.name, f"stage {number}", _PHASES[2], allocates=(total,))
-    return StageOps(
-        TaskOps((ops[0],), named(stage.receives), named(stage.sends)),
-        TaskOps((ops[1],), named(stage.gradients_in), named(stage.gradients_out)),
-        TaskOps((gradients, ops[2]), first=frozenset({gradients.index})),
-        {total.name: _TOTAL},
+    return PricedStage(
+        (price.forward, price.input, price.weight),
+        price.memory,
+        price.resident.gradient,
+        of(stage.receives),
+        of(stage.sends),
+        of(stage.gradients_in),
+        of(stage.gradients_out),
     )
 
 

@@ -21,7 +21,8 @@ from hyper_parallel.graph.dependencies import data_sources
 from hyper_parallel.graph.memory_effects import touched
 from hyper_parallel.graph.partition import part_order
 from hyper_parallel.graph.step_context import region_of
-from hyper_parallel.runtime.stage_costs import StageMemory, stage_costs, stage_memory, sum_bytes
+from hyper_parallel.program.step_trace import StageMemory
+from hyper_parallel.runtime.stage_costs import stage_costs, stage_memory, sum_bytes
 from hyper_parallel.shard import parallelize, sharded
 from hyper_parallel.shard.layer_kinds import layer_kinds, with_layers
 from hyper_parallel.shard.model_structure import assigned_modules, submodel_of

@@ -81,6 +81,26 @@ class Schedule:
         return len(self.orders)
 
 
+Flow = tuple[tuple[str, ...], tuple[str, ...]]
+"""What a task takes and what it gives, by port."""
+
+
+def stage_tasks(
+    number: int, group: str, forward: Flow, backward: Flow, micro_batches: tuple[int, ...] | None = None
+) -> list[Task]:
+    """The tasks of a stage, of all kinds. `micro_batches`: those that have the stage; all when left out."""
+    flows = {
+        TaskKind.FORWARD: forward,
+        TaskKind.BACKWARD: backward,
+        TaskKind.INPUT: backward,
+        TaskKind.WEIGHT: ((), ()),
+    }
+    return [
+        Task(f"{kind} {number}", kind, group, takes, gives, stage=number, micro_batches=micro_batches)
+        for kind, (takes, gives) in flows.items()
+    ]
+
+
 _Unit = tuple[tuple[Task, int], ...]
 """Tasks and their micro-batches: one, or a pair that runs as one."""
 

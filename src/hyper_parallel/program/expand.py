@@ -47,10 +47,10 @@ class TaskOps:
     takes: Mapping[str, int] = field(default_factory=dict)
     """Name of a value, a port's for example, to its storage. The ops free it once they need it no more."""
     gives: Mapping[str, int] = field(default_factory=dict)
-    first: frozenset[int] = frozenset()
-    """Indices of ops that only the first run in a step has."""
-    later: frozenset[int] = frozenset()
-    """Indices of ops that all but the first run have: they add to what the first one leaves."""
+    first: Mapping[int, str] = field(default_factory=dict)
+    """Index of an op to the total (`StageOps.totals`) that it begins: only the first run in a step has it."""
+    later: Mapping[int, str] = field(default_factory=dict)
+    """Index of an op to the total that it adds to: all but the first run have it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ class StageOps:
     weight: TaskOps
     totals: Mapping[str, int] = field(default_factory=dict)
     """Name to the storage that the first run leaves, for what runs behind the last micro-batch."""
+    sums: Mapping[str, Op] = field(default_factory=dict)
+    """Name of a total to the op that adds it to that of another stage of the same rank, in new memory."""
+    apart: frozenset[str] = frozenset()
+    """Totals that are this stage's alone, whatever it is `joined` with: a loss."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,15 @@ def expand(
     *,
     sizes: Mapping[str, int] | None = None,
     turns: Mapping[tuple[int, int], Sequence[int]] | None = None,
+    joined: Mapping[int, int] | None = None,
     hides: Hides | None = None,
     slowest: Slowest | None = None,
 ) -> Trace:
     """The Trace of a step: a rank class for each device group with instructions.
 
     `stages`: by number; `groups`: by name. `sizes`: bytes of a port's value as one rank has it in memory; the size of
-    its layout where left out. `turns`: as of `runtime.interpreter.Interpreter`. `hides`: pairs are one op each, of
+    its layout where left out. `turns`: as of `runtime.interpreter.Interpreter`. `joined`: stage to the earlier one
+    of its group, of another kind of micro-batches, to whose totals it adds its own. `hides`: pairs are one op each, of
     tasks with known seconds. `slowest`: the first when left out. Raises ProgramError for a Program that cannot run.
     """
     verify(program)
@@ -95,7 +101,7 @@ def expand(
     ops: dict[str, tuple[Op, ...]] = {}
     resident: dict[str, tuple[Bytes, ...]] = {}
     for name in program.instructions:
-        rank = _Rank(program, program.groups[name], stages, transfers, turns, hides)
+        rank = _Rank(program, program.groups[name], stages, transfers, turns, joined or {}, hides)
         ops[name], resident[name] = rank.step((groups or {}).get(name, GroupOps()))
     classes = {rank: name for name in program.instructions for rank in program.groups[name].ranks}
     return Trace(ops, classes, resident, micro_batches=program.micro_batches)
@@ -121,6 +127,8 @@ class _Run:
     """Storage in the task to that of the rank."""
     given: Counter[int] = field(default_factory=Counter)
     """Storage in the task to its users besides the stage, where it is not allocated yet."""
+    begun: set[str] = field(default_factory=set)
+    """Totals that it is the first to have."""
 
 
 class _Writer:
@@ -209,7 +217,10 @@ class _Writer:
 class _StageTasks(TaskRunner[_Memory]):
     """Writes the tasks of one stage."""
 
-    def __init__(self, writer: _Writer, stage: StageOps, group: DeviceGroup) -> None:
+    def __init__(
+        self, writer: _Writer, stage: StageOps, group: DeviceGroup, into: dict[str, _Memory] | None
+    ) -> None:
+        """`into`: the totals of the stage that it is joined with."""
         self._writer, self.stage = writer, stage
         self._tasks = {
             kind: replace(task, ops=tuple(_placed(op, group) for op in task.ops))
@@ -226,9 +237,10 @@ class _StageTasks(TaskRunner[_Memory]):
             for op in task.ops
             if not op.work and not op.collective and begun.intersection(op.after)
         }
-        self._ran: set[TaskKind] = set()
         self._in_flight: dict[int, _Run] = {}
         self.totals: dict[str, _Memory] = {}
+        """In the order in which they are begun."""
+        self._into = self.totals if into is None else into
 
     def forward_in_turns(
         self, micro_batch: int, batch: Mapping[str, _Memory], received: Mapping[str, _Memory]
@@ -244,10 +256,7 @@ class _StageTasks(TaskRunner[_Memory]):
     def weight_in_turns(self, micro_batch: int) -> Turns[_Memory]:
         """As of `TaskRunner`."""
         made = yield from self._written(TaskKind.WEIGHT, micro_batch, {})
-        run = self._in_flight.pop(micro_batch)
-        for name, storage in self.stage.totals.items():
-            if storage in run.memory and run.memory[storage].users:
-                self.totals.setdefault(name, run.memory[storage])
+        del self._in_flight[micro_batch]
         return made
 
     def _written(
@@ -261,15 +270,26 @@ class _StageTasks(TaskRunner[_Memory]):
                 run.memory[storage].users += users
             else:
                 run.given[storage] += users
-        absent = task.first if kind in self._ran else task.later
-        self._ran.add(kind)
         for op in task.ops:
-            if op.index in absent:
-                continue
+            total = task.first.get(op.index, task.later.get(op.index))
+            begins = total is not None and self._begins(total, run)
             if op.index in self._waits:
                 yield
-            self._writer.add_of(op, run)
+            if total is None or begins == (op.index in task.first):
+                self._writer.add_of(op, run)
+            if total is not None and begins:
+                self._of(total)[total] = run.memory[self.stage.totals[total]]
         return {port: run.memory[storage] for port, storage in task.gives.items()}
+
+    def _of(self, total: str) -> dict[str, _Memory]:
+        """Where a total of the stage is kept."""
+        return self.totals if total in self.stage.apart else self._into
+
+    def _begins(self, total: str, run: _Run) -> bool:
+        """Whether a run is the first that has a total."""
+        if total not in self._of(total):
+            run.begun.add(total)
+        return total in run.begun
 
 
 def _placed(op: Op, group: DeviceGroup) -> Op:
@@ -290,6 +310,7 @@ class _Rank(InstructionLoop[_Memory]):
         stages: Mapping[int, StageOps],
         transfers: Transfers,
         turns: Mapping[tuple[int, int], Sequence[int]] | None,
+        joined: Mapping[int, int],
         hides: Hides | None,
     ) -> None:
         self._writer, self._transfers, self._hides = _Writer(), transfers, hides
@@ -299,7 +320,10 @@ class _Rank(InstructionLoop[_Memory]):
             for task in (program.tasks[run.task] for run in runs_of(one))
             if task.stage is not None
         }
-        self._stages = {number: _StageTasks(self._writer, stages[number], group) for number in numbers}
+        self._stages: dict[int, _StageTasks] = {}
+        for number in sorted(numbers):
+            into = self._stages[joined[number]].totals if number in joined else None
+            self._stages[number] = _StageTasks(self._writer, stages[number], group, into)
         super().__init__(program, group, self._stages, turns)
         self._named: dict[str, _Memory] = {}
         """What tasks of the whole step give and take."""
@@ -312,11 +336,27 @@ class _Rank(InstructionLoop[_Memory]):
         for task in besides.before:
             self._once(task)
         self._run_all([{}] * self._program.micro_batches)
-        for stage in self._stages.values():
-            self._named.update(stage.totals)
+        self._named |= self._totals()
         for task in besides.after:
             self._once(task)
         return tuple(self._writer.ops), resident
+
+    def _totals(self) -> dict[str, _Memory]:
+        """What the stages have added up, with a sum of what several of them have a part of, as of a tied weight."""
+        found: dict[str, _Memory] = {}
+        for number, tasks in self._stages.items():
+            for name, part in tasks.totals.items():
+                if name not in found:
+                    found[name] = part
+                    continue
+                op = tasks.stage.sums.get(name)
+                if op is None:
+                    raise ProgramError(f"stage {number} has no op that adds {name} to that of another stage")
+                (held,) = op.allocates
+                parts, found[name] = (found[name], part), self._writer.memory(held)
+                frees = [storage for one in parts for storage in self._writer.freed(one)]
+                self._writer.add(op, allocates=[found[name]], frees=frees)
+        return found
 
     def _once(self, task: TaskOps) -> None:
         missing = task.takes.keys() - self._named.keys()

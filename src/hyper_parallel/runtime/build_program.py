@@ -9,7 +9,8 @@ from hyper_parallel.errors import StrategyError
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_graph import Partition, Stage
 from hyper_parallel.layout import Layout
-from hyper_parallel.program import DeviceGroup, Port, Program, Task, TaskKind, to_program, verify
+from hyper_parallel.program import DeviceGroup, Port, Program, Task, to_program, verify
+from hyper_parallel.program.build import stage_tasks
 from hyper_parallel.schedule import (
     Costs,
     Schedule,
@@ -72,35 +73,20 @@ def step_program(
         for stage in kind.partition.stages:
             numbered = replace(stage, number=len(stages))
             stages.append(numbered)
-            tasks += _tasks(numbered, homes[stage.number].name, micro_batches)
+            home = homes[stage.number].name
+            forward, backward = (
+                (tuple(one.name for one in taken), tuple(one.name for one in given))
+                for taken, given in (
+                    (stage.receives, stage.sends),
+                    (stage.gradients_in, stage.gradients_out),
+                )
+            )
+            tasks += stage_tasks(numbered.number, home, forward, backward, micro_batches)
             ports += [_port(one, kind, homes) for one in (*stage.sends, *stage.gradients_out)]
         first += kind.count
     program = to_program(schedule, groups, tasks, ports)
     verify(program)
     return program, Partition(tuple(stages), {})
-
-
-def _tasks(stage: Stage, group: str, micro_batches: tuple[int, ...] | None) -> list[Task]:
-    forward = tuple(one.name for one in stage.receives), tuple(one.name for one in stage.sends)
-    backward = tuple(one.name for one in stage.gradients_in), tuple(one.name for one in stage.gradients_out)
-    flows = {
-        TaskKind.FORWARD: forward,
-        TaskKind.BACKWARD: backward,
-        TaskKind.INPUT: backward,
-        TaskKind.WEIGHT: ((), ()),
-    }
-    return [
-        Task(
-            f"{kind} {stage.number}",
-            kind,
-            group,
-            takes,
-            gives,
-            stage=stage.number,
-            micro_batches=micro_batches,
-        )
-        for kind, (takes, gives) in flows.items()
-    ]
 
 
 def _port(one: Crossing, kind: ProgramKind, homes: Sequence[DeviceGroup]) -> Port:

@@ -14,7 +14,6 @@ those of the weights are computed, which is why `released` may be below zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -28,6 +27,7 @@ from hyper_parallel.graph.memory_effects import touched
 from hyper_parallel.graph.partition import Crossing
 from hyper_parallel.graph.stage_cut import NodeCost
 from hyper_parallel.graph.stage_graph import Partition, Stage
+from hyper_parallel.program.step_trace import PortMemory, StageMemory
 from hyper_parallel.schedule import Costs
 from hyper_parallel.trace.live_bytes import profile
 
@@ -60,18 +60,6 @@ def parts_of(stage: Stage) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]
     return nodes[: forward + 1], nodes[forward + 1 : before + 1], nodes[before + 1 :]
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of one micro-batch in a stage, without parameters and what else lasts."""
-
-    saved: int
-    """Alive at the end of the forward pass, for the backward pass."""
-    left: int
-    """Of it and of what came since, alive at the end of the INPUT half, for the WEIGHT half."""
-    peaks: tuple[int, int, int]
-    """Alive at most in the forward pass, in the INPUT half and in the WEIGHT half."""
-
-
 def stage_memory(
     stage: Stage, sizes: Mapping[Any, int] | None = None, lasting: Collection[int] = ()
 ) -> StageMemory:
@@ -100,18 +88,6 @@ def stage_memory(
     parts = alive[: forward + 1], alive[forward + 1 : before + 1], alive[before + 1 :]
     peaks = tuple(max(part, default=0) for part in parts)
     return StageMemory(saved, left, (peaks[0], peaks[1], peaks[2]))
-
-
-@dataclass(frozen=True)
-class PortMemory:
-    """The memory of a value that crosses, in a stage that takes or gives it."""
-
-    storage: int
-    bytes: int
-    place: int
-    """Index of the last node that uses it."""
-    last: int
-    """The task of that node: 0 forward, 1 INPUT, 2 WEIGHT."""
 
 
 def port_memory(stage: Stage) -> dict[str, PortMemory]:

@@ -23,7 +23,8 @@ from hyper_parallel.graph.lower import lowered
 from hyper_parallel.graph.stage_graph import Stage
 from hyper_parallel.graph.step_context import current_step, region_of
 from hyper_parallel.program import StageOps, TaskOps
-from hyper_parallel.runtime.stage_costs import PortMemory, parts_of, port_memory
+from hyper_parallel.program.step_trace import PortMemory
+from hyper_parallel.runtime.stage_costs import parts_of, port_memory
 from hyper_parallel.runtime.stage_runner import changed_ports, own_outputs
 from hyper_parallel.trace import Bytes, Op
 from hyper_parallel.workload.work import Work
@@ -43,7 +44,7 @@ def stage_ops(
     drafts.add_outputs()
 
     def task(part: int, takes: Mapping[str, int], gives: Mapping[str, int]) -> TaskOps:
-        return TaskOps(drafts.ops(part), takes, gives, frozenset(drafts.first), frozenset(drafts.later))
+        return TaskOps(drafts.ops(part), takes, gives, drafts.first, drafts.later)
 
     changed = changed_ports(stage)
     sends, gradients_out = (
@@ -59,7 +60,8 @@ def stage_ops(
     )
     tasks = task(0, receives, sends), task(1, gradients_in, gradients_out), task(2, {}, {})
     resident = tuple(held for held in found.resident if held.storage not in taken)
-    return StageOps(*tasks, drafts.totals), resident
+    apart = frozenset(name for name in drafts.totals if not name.startswith(GRADIENT))
+    return StageOps(*tasks, drafts.totals, drafts.sums, apart), resident
 
 
 @dataclass
@@ -100,9 +102,10 @@ class _Drafts:
         """Ops before those of the graph, by task."""
         self._ends: list[Op] = []
         """Ops behind all others."""
-        self.first: set[int] = set()
-        self.later: set[int] = set()
+        self.first: dict[int, str] = {}
+        self.later: dict[int, str] = {}
         self.totals: dict[str, int] = {}
+        self.sums: dict[str, Op] = {}
 
     def ops(self, part: int) -> tuple[Op, ...]:
         """The ops of a task."""
@@ -157,19 +160,21 @@ class _Drafts:
     def _add(self, name: str, node: fx.Node, value: Value, own: bool, done: bool, behind: list[Op]) -> None:
         step = self._stage.step
         frees = (value.storage,) if done else ()
+        size = known(value.bytes, balanced_sizes(step))
         if own:
             self.totals[name] = value.storage
         else:
-            size = known(value.bytes, balanced_sizes(step))
             total = Bytes(self._number(), size, "gradient")
             work = Work("copy", read=size, written=size, dtype=_dtype(value), op="aten.clone.default")
             copy = self._op(node, "copy", work)
             behind.append(replace(copy, allocates=(total,), frees=frees))
-            self.first.add(copy.index)
+            self.first[copy.index] = name
             self.totals[name] = total.storage
         add = self._op(node, "add", adding(step, value))
         behind.append(replace(add, frees=frees))
-        self.later.add(add.index)
+        self.later[add.index] = name
+        both = self._op(node, "add", adding(step, value, apart=True))
+        self.sums[name] = replace(both, allocates=(Bytes(self._number(), size, "gradient"),))
 
     def _op(self, node: fx.Node, name: str, work: Work) -> Op:
         return Op(self._number(), name, node.meta["module"], region_of(node).phase, work=work)
@@ -180,18 +185,18 @@ class _Drafts:
         return self._next
 
 
-def adding(step: StepGraph, value: Value) -> Work:
+def adding(step: StepGraph, value: Value, *, apart: bool = False) -> Work:
     """The sum of a micro-batch's output into that of the micro-batches before; products that add to what is there have
-    read it already."""
+    read it already. `apart`: the sum of two stages' outputs, in memory of its own."""
     size = known(value.bytes, balanced_sizes(step))
-    gradient = 0 if current_step().sums_in_products else 1
+    gradient = 0 if current_step().sums_in_products and not apart else 1
     return Work(
         "elementwise",
         vector_flops=size / value.dtype.itemsize,
         read=(1 + gradient) * size,
         written=size,
         dtype=_dtype(value),
-        op="aten.add_.Tensor",
+        op="aten.add.Tensor" if apart else "aten.add_.Tensor",
     )
 
 

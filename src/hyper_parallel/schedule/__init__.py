@@ -2,8 +2,8 @@
 
 Named schedules (`named_schedule`), their times and memory (`time_schedule`), and schedules made for given costs and
 memory (`auto_schedule`) with a bound that says how far they can be from the best (`makespan_bound`). Steps whose
-micro-batches are unlike have orders of their own (`step_schedule`, `time_step`). `program.to_program`
-makes a schedule a Program.
+micro-batches are unlike have orders of their own (`step_schedule`). `program.to_program` makes a schedule a
+Program.
 """
 
 from hyper_parallel.program.build import Action, Schedule
@@ -19,7 +19,6 @@ from hyper_parallel.schedule.forward_backward_pairs import pairs_of_stages, with
 from hyper_parallel.schedule.lower_bound import makespan_bound
 from hyper_parallel.schedule.micro_batch_kinds import MicroBatchKind, forward_only
 from hyper_parallel.schedule.step_order import StepSchedule, step_schedule
-from hyper_parallel.schedule.step_timing import time_step
 from hyper_parallel.schedule.timing import Bubble, DeadlockError, Timing, time_schedule
 from hyper_parallel.strategy.pipeline import ScheduleName
 
@@ -44,7 +43,6 @@ __all__ = [
     "stages_per_rank",
     "step_schedule",
     "time_schedule",
-    "time_step",
     "with_pairs",
     "with_steady_pairs",
 ]

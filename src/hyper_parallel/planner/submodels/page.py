@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from hyper_parallel.planner.answer import Page
+from hyper_parallel.planner.submodels.expansion import groups_of
 from hyper_parallel.planner.submodels.search import Allocations, MicroBatchTimes, Step
 from hyper_parallel.planner.submodels.sizes import WORD, Sizes, Task, allocation, memory_of_parts
 from hyper_parallel.program import TaskKind
@@ -19,9 +20,9 @@ from hyper_parallel.report.html import (
     shares,
 )
 from hyper_parallel.report.sheets import Fact, Sheet
-from hyper_parallel.schedule import Action, MicroBatchKind, time_step
+from hyper_parallel.schedule import Action, MicroBatchKind
 from hyper_parallel.schedule.micro_batch_kinds import StepTables
-from hyper_parallel.schedule.timing import Timing
+from hyper_parallel.trace import Span
 from hyper_parallel.units import format_bytes, format_duration
 
 _SHOWN = 16
@@ -92,85 +93,109 @@ _WORDS = {
     TaskKind.WEIGHT: "gradients of weights",
     TaskKind.BACKWARD: "backward pass",
 }
+_LETTERS = {TaskKind.FORWARD: "F", TaskKind.INPUT: "I", TaskKind.WEIGHT: "W", TaskKind.BACKWARD: "IW"}
+"""Of the names of tasks in a step's Trace."""
+_ONCE = ("reduce", "clip", "optimizer")
+"""Phases of what a rank does behind its micro-batches."""
 
 
 def disjoint_lanes(task: Task, sizes: Sizes, step: Step) -> list[Lane]:
     """A row for each encoder and each stage of the language model."""
-    assert step.schedule is not None, "a disjoint step has a schedule"
-    timing = time_step(step.kinds, step.schedule)
-    walk = _Waits(StepTables(step.kinds, step.schedule.ranks), timing, step.schedule.orders)
+    assert step.schedule is not None, "a step of parts on devices of their own"
+    assert step.timeline is not None, "it was simulated"
+    groups = groups_of(task, sizes)
+    walk = _Waits(
+        StepTables(step.kinds, step.schedule.ranks),
+        step.schedule.orders,
+        [step.timeline.of(group.name) for group in groups],
+        step.seconds,
+    )
     names = [each.name for each in task.costs.encoders]
     several = sizes.pipeline > 1
     names += [f"language {stage}" if several else "language" for stage in range(sizes.pipeline)]
-    devices = [*sizes.encoders, *[sizes.data * sizes.tensor] * sizes.pipeline]
     lanes = []
-    for rank, (name, count) in enumerate(zip(names, devices, strict=True)):
+    for rank, (name, group) in enumerate(zip(names, groups, strict=True)):
+        count = group.mesh.world
         found = list(walk.lane(rank, "encoder" if rank < len(sizes.encoders) else ""))
-        once = Stretch("once", timing.makespan, step.seconds)
-        lanes.append(Lane(f"{name} × {count}" if count > 1 else name, count, [*found, once]))
+        lanes.append(Lane(f"{name} × {count}" if count > 1 else name, count, found))
     return lanes
 
 
 @dataclass
 class _Waits:
-    """Tasks of a timed step, and what each waited for."""
+    """Tasks of a simulated step, and what each waited for."""
 
     tables: StepTables
-    timing: Timing
     orders: tuple[tuple[Action, ...], ...]
+    spans: Sequence[tuple[Span, ...]]
+    """By rank of the schedule."""
+    seconds: float
+    """Of the step."""
 
     def __post_init__(self) -> None:
+        self._ran = [{span.op.name: span for span in spans} for spans in self.spans]
         self._ends: dict[tuple[bool, int, int], tuple[float, bool]] = {}
         """(forward, stage of its kind, micro-batch) to when it ended, and whether it took longer than the mean."""
         for rank, order in enumerate(self.orders):
-            durations = [b - a for a, b in zip(self.timing.starts[rank], self.timing.ends[rank], strict=True)]
+            durations = [sum(span.end - span.start for span in self._spans(rank, action)) for action in order]
             of_kind: dict[TaskKind, list[float]] = {}
             for action, seconds in zip(order, durations, strict=True):
                 of_kind.setdefault(action.kind, []).append(seconds)
-            for at, action in enumerate(order):
+            for action, seconds in zip(order, durations, strict=True):
                 if action.kind is TaskKind.WEIGHT:
                     continue
-                kind, stage = self._own(action)
-                end = self.timing.ends[rank][at]
-                if action.kind is TaskKind.BACKWARD:
-                    end -= kind.costs.weight[stage]
+                _, stage = self._own(action)
                 alike = of_kind[action.kind]
-                heavy = durations[at] > _HEAVY * sum(alike) / len(alike)
+                heavy = seconds > _HEAVY * sum(alike) / len(alike)
+                end = self._spans(rank, action)[0].end
                 self._ends[action.kind is TaskKind.FORWARD, stage, action.micro_batch] = end, heavy
 
     def _own(self, action: Action) -> tuple[MicroBatchKind, int]:
         number = self.tables.kind_of[action.micro_batch]
         return self.tables.kinds[number], action.stage - self.tables.first_stage[number]
 
+    def _spans(self, rank: int, action: Action) -> list[Span]:
+        """A backward pass is two tasks."""
+        letters = _LETTERS[action.kind]
+        return [self._ran[rank][f"{letter}{action.stage}.{action.micro_batch}"] for letter in letters]
+
     def lane(self, rank: int, work: str) -> Iterator[Stretch]:
-        """A rank's tasks and bubbles up to the end of the last rank's. `work`: what its tasks are drawn as."""
-        cursor = 0.0
-        times = zip(self.orders[rank], self.timing.starts[rank], self.timing.ends[rank], strict=True)
-        for action, start, end in times:
-            if start > cursor:
-                yield from self._bubbles(action, cursor, start)
+        """A rank's tasks and bubbles. `work`: what its tasks are drawn as."""
+        cursor = max((span.end for span in self.spans[rank] if span.op.phase == "gather"), default=0.0)
+        if cursor:
+            yield Stretch("once", 0.0, cursor)
+        for at, action in enumerate(self.orders[rank]):
             forward = action.kind is TaskKind.FORWARD
             title = f"{_WORDS[action.kind]} of micro-batch {action.micro_batch}"
-            yield Stretch(work or ("forward" if forward else "backward"), start, end, title)
-            cursor = end
-        if self.timing.makespan > cursor:
-            yield Stretch("drain" if cursor else "imbalance", cursor, self.timing.makespan)
+            for part, span in enumerate(self._spans(rank, action)):
+                if span.start > cursor and part:
+                    yield Stretch("communication", cursor, span.start)
+                elif span.start > cursor:
+                    yield from self._bubbles(action, cursor, span.start, first=not at)
+                yield Stretch(work or ("forward" if forward else "backward"), span.start, span.end, title)
+                cursor = span.end
+        wait = "drain" if self.orders[rank] else "imbalance"
+        for span in self.spans[rank]:
+            if span.op.phase in _ONCE and span.end > cursor:
+                if span.start > cursor:
+                    yield Stretch(wait, cursor, span.start)
+                yield Stretch("once", max(cursor, span.start), span.end)
+                cursor = span.end
+        if self.seconds > cursor:
+            yield Stretch(wait, cursor, self.seconds)
 
-    def _bubbles(self, action: Action, cursor: float, start: float) -> Iterator[Stretch]:
-        """Why a task did not begin at once."""
-        if not cursor:
+    def _bubbles(self, action: Action, cursor: float, start: float, *, first: bool) -> Iterator[Stretch]:
+        """Why a task did not begin at once. `first`: it is the first one of its rank."""
+        if first:
             yield Stretch("fill", cursor, start)
             return
         kind, stage = self._own(action)
         forward = action.kind is TaskKind.FORWARD
         edges = kind.forward if forward else kind.backward
         awaited = [
-            (ended + seconds, ended, heavy)
-            for (source, target), seconds in edges.items()
-            if target == stage
-            for ended, heavy in [self._ends[forward, source, action.micro_batch]]
+            self._ends[forward, source, action.micro_batch] for source, target in edges if target == stage
         ]
-        _, ended, heavy = max(awaited, default=(start, start, False))
+        ended, heavy = max(awaited, default=(start, False))
         sent = min(max(cursor, ended), start)
         if sent > cursor:
             yield Stretch("data" if heavy else "imbalance", cursor, sent)

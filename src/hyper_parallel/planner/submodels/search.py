@@ -16,6 +16,7 @@ from functools import cache
 
 from hyper_parallel.data.order import RowWork, dealt
 from hyper_parallel.errors import ConfigError
+from hyper_parallel.planner.submodels.expansion import timeline_of
 from hyper_parallel.planner.submodels.sizes import (
     Row,
     Share,
@@ -34,11 +35,13 @@ from hyper_parallel.planner.submodels.sizes import (
     rows_dealt,
 )
 from hyper_parallel.schedule import MicroBatchKind, Schedule, step_schedule
+from hyper_parallel.trace import Timeline
 from hyper_parallel.units import format_bytes
 
 # A step of a model whose parts lie on devices of their own, and one in which each rank has all encoders: simulated.
 #
-#     disjoint     the step's micro-batches in the order that `hp.submodels` makes of their costs (`step_schedule`)
+#     disjoint     the step's micro-batches in the order that `hp.submodels` makes of their costs (`step_schedule`), by
+#                  the clock of that order while sizes are compared; the best sizes' step is simulated (`expansion`)
 #     colocated    Σ over a rank's micro-batches of encoders + language model, rows dealt to data ranks by their work
 #
 # Data ranks of a colocated mesh wait for each other once a step, or in every micro-batch where weights are gathered in
@@ -70,7 +73,9 @@ class Step:
     """Seconds once a step: reductions, update, gathers."""
     kinds: Sequence[MicroBatchKind] = ()
     schedule: Schedule | None = None
-    """Of a step of parts on devices of their own, as `time_step` takes them."""
+    """Of a step of parts on devices of their own."""
+    timeline: Timeline | None = None
+    """Of such a step that was simulated."""
     ranks: Sequence[Sequence[MicroBatchTimes]] = field(default=())
     """Of a colocated step, by data rank."""
 
@@ -141,7 +146,7 @@ def _collectives(task: Task, one: Sizes) -> float:
     outside = language.outside / one.tensor + sum(each.parameters for each in task.costs.encoders)
     layers = (language.parameters - language.outside) / one.tensor
     ranks = range(0, one.data * one.tensor, one.tensor)
-    gathered = task.cluster.collective_seconds("all_gather", 2 * (2 * layers + outside), ranks)
+    gathered = task.cluster.collective_seconds("all_gather", 2 * (2 * layers + outside) / one.data, ranks)
     return gathered + task.cluster.collective_seconds("reduce_scatter", 4 * (layers + outside), ranks)
 
 
@@ -233,12 +238,37 @@ def allocations(task: Task) -> Allocations:
     apart = sorted(disjoint_sizes(task), key=lambda one: disjoint_bound(task, one))
     found = Allocations(
         task,
-        best(task, iter(apart), disjoint, disjoint_bound),
+        predicted(task, best(task, iter(apart), disjoint, disjoint_bound)),
         best(task, colocated_sizes(task), colocated),
     )
     if found.chosen.sizes is None:
         raise ConfigError(_too_small(task))
     return found
+
+
+def predicted(task: Task, found: BestSizes) -> BestSizes:
+    """Parts on devices of their own with simulated steps (`submodels.expansion`)."""
+    sizes = found.sizes
+    if sizes is None:
+        return found
+    steps = [_simulated(task, sizes, rows, step) for rows, step in zip(task.steps, found.steps, strict=True)]
+    seconds = sum(step.seconds for step in steps)
+    bubbles = 1 - sum(step.busy for step in steps) / (task.devices * seconds)
+    return replace(found, seconds=seconds / len(steps), bubbles=bubbles, steps=steps)
+
+
+def _simulated(task: Task, one: Sizes, rows: Sequence[Row], step: Step) -> Step:
+    shared = rows_dealt(one, rows)
+    assert shared is not None, "the sizes divide the rows"
+    assert step.schedule is not None, "a step of parts on devices of their own"
+    timeline = timeline_of(task, one, shared, step.kinds, step.schedule)
+    ranks = Counter(timeline.trace.classes.values())
+    busy = sum(
+        ranks[timeline.trace.classes[span.rank]] * (span.end - span.start)
+        for span in timeline.spans
+        if span.op.work is not None and span.op.phase != "optimizer"
+    )
+    return replace(step, seconds=timeline.step, busy=busy, timeline=timeline)
 
 
 def colocated_sizes(task: Task) -> Iterator[Sizes]:

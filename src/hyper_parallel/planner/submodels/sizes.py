@@ -183,8 +183,10 @@ def optimizer_seconds(cluster: Cluster, parameters: float, copies: int) -> float
 def once_seconds(cluster: Cluster, parameters: float, copies: int, apart: int) -> float:
     """Seconds of the sum of gradients, of the optimizer, and of gathering weights; ranks lie `apart` from another."""
     ranks = range(0, copies * apart, apart)
+    # Each rank gives all of its gradients, and its share of the weights.
     moved = sum(
-        cluster.collective_seconds(kind, 2 * parameters, ranks) for kind in ("reduce_scatter", "all_gather")
+        cluster.collective_seconds(kind, size, ranks)
+        for kind, size in (("reduce_scatter", 2 * parameters), ("all_gather", 2 * parameters / copies))
     )
     return (moved if copies > 1 else 0.0) + optimizer_seconds(cluster, parameters, copies)
 
