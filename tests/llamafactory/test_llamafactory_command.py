@@ -115,4 +115,5 @@ def test_what_is_wrong_is_one_line(
 ) -> None:
     run_file(place, tmp_path / "run", fields, model)
     found = told(command(["llamafactory-cli", "train", "train.yaml"], tmp_path / "run", **LAUNCHED))
-    assert len(found) == 1 and found[0].startswith(PREFIX) and line in found[0], found
+    # On a busy machine another worker's progress bar, which has no end of line, may stand before it.
+    assert len(found) == 1 and PREFIX in found[0] and line in found[0].partition(PREFIX)[2], found

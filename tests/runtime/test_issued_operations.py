@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hyper_parallel.graph import execute
 from hyper_parallel.graph.operator_costs import NOTHING
 from hyper_parallel.graph.stage_graph import Partition
 from hyper_parallel.program import Program, expand
+from hyper_parallel.runtime import interpreter
 from hyper_parallel.runtime.rank_transfers import MemoryTransfers
 from hyper_parallel.runtime.stage_costs import sum_bytes
 from hyper_parallel.runtime.stage_ops import stage_ops
@@ -72,6 +74,15 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
             _issued().append("copy")
         return own(self, received, name)
 
+    summed = interpreter.summed
+
+    def summed_noted(parts: Iterable[Tensors]) -> Tensors:
+        found = list(parts)
+        names = Counter(name for one in found for name in one)
+        _issued().extend(["add"] * sum(count - 1 for count in names.values()))
+        return summed(found)
+
+    monkeypatch.setattr(interpreter, "summed", summed_noted)
     monkeypatch.setattr(execute, "kernel", noted)
     monkeypatch.setattr(StageRunner, "_add", add_noted)
     monkeypatch.setattr(StageRunner, "_own", own_noted)
