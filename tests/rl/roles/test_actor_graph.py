@@ -11,6 +11,7 @@ from torch import Tensor
 
 from harness.ranks import run_ranks
 from harness.rl_runs import rl_config, samples_of, whole_weights
+from hyper_parallel.compat import inductor
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import ConfigError, NonFiniteError
 from hyper_parallel.rl.roles.actor import Actor
@@ -130,6 +131,7 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Any) -> None:
     assert actor.train(samples_of(config))["grad_norm"] > 0
 
 
+@pytest.mark.skipif(inductor.missing() is not None, reason="no C++ compiler")
 def test_a_compiled_update_has_the_same_gradients(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen by an optimizer whose first update is g / (1 + |g|)."""
     monkeypatch.chdir(tmp_path)  # of the cache
