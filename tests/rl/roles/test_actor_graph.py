@@ -99,7 +99,9 @@ def test_a_captured_update_is_the_eager_one(tmp_path: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"tensor": 2}], ids=str)
 def test_on_two_ranks(tmp_path: Any, axes: dict[str, int]) -> None:
-    run_ranks(both, 2, str(tmp_path), "truncated", {"devices": "0-1", "strategy": {"axes": axes}})
+    run_ranks(
+        both, 2, str(tmp_path), "truncated", {"devices": "0-1", "strategy": {"axes": axes}}, timeout=280
+    )
 
 
 def test_padding_changes_no_gradient(tmp_path: Any) -> None:
