@@ -55,14 +55,6 @@ def present(*tensors: torch.Tensor | None, changed: bool = False) -> Iterator[No
         yield
 
 
-def at_hand(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; where its memory may be away, a copy of its values on the host."""
-    if _address(tensor) not in _keepers:
-        return tensor
-    with present(tensor):
-        return tensor.detach().to("cpu", copy=True)
-
-
 @contextlib.contextmanager
 def settling(settle: Settle) -> Iterator[None]:
     """Inside, state is brought to where it rests as soon as it has values, tensor by tensor."""

@@ -375,24 +375,6 @@ class RLConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _budget_is_of_updates(self) -> RLConfig:
-        if self.roles.actor.strategy.memory.device is None:
-            return self
-        beside = {
-            "'roles.split: auto'": self.roles.open,
-            "roles on the actor's devices (for these: roles.sleep)": not self.roles.open and self.takes_turns,
-            "ppo's critic": self.rl.algorithm == "ppo",
-            "'model.adapter'": self.model.adapter is not None,
-            "'warmup'": self.warmup is not None,
-        }
-        if found := next((name for name, there in beside.items() if there), None):
-            raise ValueError(
-                f"'roles.actor.strategy.memory.device' is a budget of the policy's updates, and does not work with "
-                f"{found}; leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _every_key_is_used(self) -> RLConfig:
         if (line := unused(self)) is not None:
             raise ValueError(line)

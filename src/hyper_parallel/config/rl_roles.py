@@ -76,8 +76,6 @@ class RoleConfig(Section):
 
 _OF_A_GRAPH = ("device", "host", "pool", "flash", "update", "cluster", "expert_load")
 """Keys of `strategy.memory` that only a captured step honours."""
-_OF_AN_UPDATE = ("device", "host", "flash")
-"""Those that a captured update honours."""
 _PLANNED = "is for the planner of training steps, and 'roles.split: auto' measures"
 _OF_A_STEP = {
     "context": "section 'context' is the method of axes.context, under which no role runs",
@@ -90,9 +88,8 @@ _OF_A_STEP = {
 """Keys of `strategy` that no role honours, with the reason."""
 
 
-def _check_spread(strategy: Strategy, devices: Devices | None, *, captured: bool = False) -> None:
-    """Raise ValueError for a strategy that no training or scoring role runs under. `captured`: of an actor whose
-    updates are."""
+def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
+    """Raise ValueError for a strategy that no training or scoring role runs under."""
     axes = strategy.axes
     if strategy.open and (len(axes.open) != 1 or axes.open[0] not in DATA_AXES):
         raise ValueError(
@@ -112,7 +109,7 @@ def _check_spread(strategy: Strategy, devices: Devices | None, *, captured: bool
             raise ValueError(f"{reason}; leave it out")
     memory, plain = strategy.memory, Memory()
     for key in _OF_A_GRAPH:
-        if getattr(memory, key) != getattr(plain, key) and not (captured and key in _OF_AN_UPDATE):
+        if getattr(memory, key) != getattr(plain, key):
             raise ValueError(
                 f"'memory.{key}' is of the graph of a training step, and a role runs without one; leave it out "
                 "(for roles that take turns: roles.sleep; for activations: memory.recompute)"
@@ -165,22 +162,11 @@ class ActorRole(TrainedRole):
 
     @model_validator(mode="after")
     def _runs(self) -> ActorRole:
-        captured = self.engine == "graph"
-        if self.compile and not captured:
+        if self.compile and self.engine != "graph":
             raise ValueError(
                 "'compile' is of captured updates; set 'engine' to graph beside it, or leave it out"
             )
-        if self.strategy.memory.device is not None and not captured:
-            raise ValueError(
-                "'memory.device' is a budget of captured updates; set 'engine' to graph beside it, or leave it out "
-                "(for roles that take turns: roles.sleep; for activations: memory.recompute)"
-            )
-        if self.strategy.memory.device is not None and self.compile:
-            raise ValueError(
-                "'compile' and 'memory.device' do not go together: compiled code holds what no plan knows of; leave "
-                "one of them out"
-            )
-        _check_spread(self.strategy, self.devices, captured=captured)
+        _check_spread(self.strategy, self.devices)
         return self
 
 

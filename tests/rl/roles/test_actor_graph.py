@@ -11,14 +11,13 @@ from torch import Tensor
 
 from harness.ranks import run_ranks
 from harness.rl_runs import rl_config, samples_of, whole_weights
-from hyper_parallel.compat.memory import at_hand
+from hyper_parallel.compat import inductor
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.errors import ConfigError, NonFiniteError
 from hyper_parallel.rl.roles.actor import Actor
 from hyper_parallel.rl.roles.models import tokenizer_of
 from hyper_parallel.rl.roles.policy_recipe import captured_policy, positions_of
 from hyper_parallel.rl.sample import Sample
-from hyper_parallel.rl.weights.merged_adapters import sent_tensors
 
 CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {
@@ -100,58 +99,9 @@ def test_a_captured_update_is_the_eager_one(tmp_path: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"tensor": 2}], ids=str)
 def test_on_two_ranks(tmp_path: Any, axes: dict[str, int]) -> None:
-    run_ranks(both, 2, str(tmp_path), "truncated", {"devices": "0-1", "strategy": {"axes": axes}})
-
-
-BUDGET = {"device": "240KiB", "host": "16MiB"}
-
-
-def test_an_update_keeps_to_a_budget(tmp_path: Any) -> None:
-    """With the bits of the update without one; log-probabilities and what is sent have the values that rest on the
-    host."""
-    roles = {"rollout": {"devices": 1, "page": 16}}
-    found = {}
-    for memory in (None, BUDGET):
-        config = rl_config(
-            tmp_path / str(memory),
-            rl={"prompts": 4, "group": 4, "max_tokens": 6, "micro_batch": 4, "objective": "decoupled"},
-            roles={"actor": {"engine": "graph", "strategy": {"memory": memory or {}}}, **roles},
-        )
-        actor = actor_of(config)
-        metrics = [actor.train(samples) for samples in batches_of(config)]
-        sent = {name: value.clone() for name, value in sent_tensors(actor.model).items()}
-        logprobs = actor.logprobs(samples_of(config))
-        pieces = {name: at_hand(piece.local).clone() for name, piece in actor.pieces().items()}
-        found[memory is None] = metrics, sent, logprobs, pieces
-        if memory is not None:
-            budget = actor._budget
-            assert budget is not None
-            assert any(not one.local.untyped_storage().nbytes() for one in actor.handle.owned())
-            for one in metrics:
-                assert 0 < one["memory_peak"] <= one["memory_budget"] == 240 * 1024
-            assert metrics[-1]["memory_copied"] > 0
-        actor.close()
-    (metrics, sent, logprobs, pieces), (own, own_sent, own_logprobs, own_pieces) = found[True], found[False]
-    for one, other in zip(metrics, own, strict=True):
-        assert one.items() <= other.items()
-    assert own_logprobs == logprobs
-    for name, value in (sent | pieces).items():
-        assert torch.equal((own_sent | own_pieces)[name], value), name
-
-
-def test_what_a_budget_does_not_cover_is_refused(tmp_path: Any) -> None:
-    actor = {"engine": "graph", "strategy": {"memory": BUDGET}}
-    apart = {"rollout": {"devices": 1, "page": 16}}
-    rl_config(tmp_path, roles={"actor": actor, **apart})
-    for sections, line in (
-        ({"roles": {"actor": actor}}, "roles on the actor's devices"),
-        ({"roles": {"actor": actor, **apart}, "rl": {"algorithm": "ppo"}}, "ppo's critic"),
-        ({"roles": {"actor": actor, **apart}, "warmup": {"steps": 1}}, "'warmup'"),
-        ({"roles": {"actor": {**actor, "compile": True}, **apart}}, "do not go together"),
-        ({"roles": {"actor": {**actor, "engine": "eager"}, **apart}}, "set 'engine' to graph"),
-    ):
-        with pytest.raises(ConfigError, match=line):
-            rl_config(tmp_path, **sections)
+    run_ranks(
+        both, 2, str(tmp_path), "truncated", {"devices": "0-1", "strategy": {"axes": axes}}, timeout=280
+    )
 
 
 def test_padding_changes_no_gradient(tmp_path: Any) -> None:
@@ -183,6 +133,7 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Any) -> None:
     assert actor.train(samples_of(config))["grad_norm"] > 0
 
 
+@pytest.mark.skipif(inductor.missing() is not None, reason="no C++ compiler")
 def test_a_compiled_update_has_the_same_gradients(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen by an optimizer whose first update is g / (1 + |g|)."""
     monkeypatch.chdir(tmp_path)  # of the cache

@@ -12,10 +12,8 @@ Every rank is given the whole batch and computes its share of rows, so that all 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ from hyper_parallel.checkpoint.adapters import merge_state
 from hyper_parallel.checkpoint.reader import read
 from hyper_parallel.checkpoint.verify import newest
 from hyper_parallel.checkpoint.writer import Writer
-from hyper_parallel.compat import backend
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.data import Tokenizer
 from hyper_parallel.data.export_assets import tokenizer_assets
@@ -63,14 +60,12 @@ from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import causal_lm_loss, token_logprobs
 from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.step.batches import StepBatch
-from hyper_parallel.step.capture_train_step import state as state_of
 from hyper_parallel.step.engine import refuses
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.graph_executor import GraphStepper
 from hyper_parallel.step.optimizer import build_optimizer
 from hyper_parallel.step.train_step import Stepper
 from hyper_parallel.train.checkpoint_state import FOLDER, model_shards
-from hyper_parallel.train.summary import BudgetMeter
 
 Values = Sequence[Sequence[float]]
 """Of each sample's tokens."""
@@ -95,13 +90,7 @@ class Actor:
         self.version = 0
         """Optimizer updates of reinforcement learning until now."""
         self._config, self._rl, self._device = config, config.rl, device
-        self._budget = None if graphs is None else graphs.budget
-        with contextlib.nullcontext() if self._budget is None else self._budget.settling():
-            self.optimizer = build_optimizer(model, config.rl.optimizer)
-        if self._budget is not None:
-            known = state_of(self.handle, self.optimizer)
-            self._budget.settle_others({name: tensor.detach() for name, (_, tensor) in known.items()})
-        self._meter = None if self._budget is None else BudgetMeter(self._budget)
+        self.optimizer = build_optimizer(model, config.rl.optimizer)
         self.critic = Critic(config, model, device) if critic else None
         self._recipe = PolicyRecipe.of_policy(config, model, self.optimizer)
         self._graphs = graphs
@@ -146,9 +135,6 @@ class Actor:
                 found |= self.critic.train(samples[span], old[span], returns[span])
             for key, value in found.items():
                 total[key] = total.get(key, 0.0) + value / rl.minibatches
-        if self._meter is not None:
-            held = float(backend(self._device.type).memory_allocated())
-            total |= self._meter.record(held, on_cpu=self._device.type == "cpu")
         return total
 
     def warm_up(self, rows: Sequence[tuple[str, str]]) -> float:
@@ -216,16 +202,6 @@ class Actor:
             self.critic.optimizer.load_state(state["critic"])
 
     @property
-    def streamed(self) -> bool:
-        """Whether checkpoints are written tensor by tensor, since not all state is on the device at once."""
-        return self._budget is not None
-
-    def close(self) -> None:
-        """Give back the memory beside the device."""
-        if self._budget is not None:
-            self._budget.close()
-
-    @property
     def model_config(self) -> dict[str, Any]:
         """The Transformers config, as JSON has it."""
         config: Any = self.model.config
@@ -274,12 +250,7 @@ class Actor:
         batch = StepBatch(self.version, list(range(len(samples))), given, torch.ones((), device=self._device))
         try:
             self._begin(batch)
-            if self._meter is not None:
-                self._meter.begin()
-            began = time.perf_counter()
             result = self._stepper.run(load_next=None, memory=0.0)
-            if self._meter is not None:
-                self._meter.end(time.perf_counter() - began)
         except NonFiniteError as error:
             raise self._not_finite(str(error)) from error
         finally:
@@ -368,7 +339,6 @@ class ActorCheckpoints:
                 handle.rank,
                 keep=settings.keep,
                 background=settings.background,
-                streamed=self._actor.streamed,
                 group=group,
             )
         found = newest(self._folder, group=group)

@@ -122,8 +122,6 @@ class RoleHost:
             self._rollout.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
-        if self._actor is not None:
-            self._actor.close()
         self._memory.close()
 
     # The actor.

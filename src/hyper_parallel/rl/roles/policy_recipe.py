@@ -19,29 +19,23 @@ from hyper_parallel.config import DataConfig
 from hyper_parallel.config.rl import RLConfig
 from hyper_parallel.config.train import LossConfig
 from hyper_parallel.data import Tokenizer
-from hyper_parallel.offloading.paging import lend
 from hyper_parallel.rl.losses.policy import PolicyObjective
-from hyper_parallel.rl.roles.models import fill, trained_policy
+from hyper_parallel.rl.roles.models import trained_policy
 from hyper_parallel.rl.roles.policy_update import (
     GivenGradient,
     MetricSums,
     MicroRows,
     PolicyTokens,
-    few_lengths,
     means,
     metric_names,
     settings_of,
 )
 from hyper_parallel.shard import sharded
 from hyper_parallel.shard.loss import token_loss
-from hyper_parallel.shard.plan.plan import length_multiple
 from hyper_parallel.shard.process_mesh import LOSS_AXES
 from hyper_parallel.step.batches import MicroBatch, StepBatch
-from hyper_parallel.step.capture_train_step import BatchShape
-from hyper_parallel.step.engine import refuses
 from hyper_parallel.step.graph_cache import Graphs
 from hyper_parallel.step.lr_schedule import schedule
-from hyper_parallel.step.memory_budget import Budget
 from hyper_parallel.step.optimizer import Optimizer, build_optimizer
 from hyper_parallel.step.recipe import CONTROL_VECTOR, Recipe, StepResult
 
@@ -169,7 +163,7 @@ def captured_policy(
 ) -> tuple[nn.Module, Graphs | None]:
     """The actor's model with its values, and the graphs of its updates; None where it runs its own code. A collective.
 
-    Raises what `trained_policy` does; BudgetError and TierError where updates do not keep to `memory.device`.
+    Raises what `trained_policy` does.
     """
     role = config.roles.actor
     if role.engine == "eager":
@@ -180,33 +174,7 @@ def captured_policy(
     if role.compile:
         cache: str = DataConfig.model_fields["cache"].default
         artifacts = Path(cache).expanduser() / "compiled"
-    handle, budget = sharded(shadow), None
-    if role.strategy.memory.device is not None:
-        budget = Budget(role.strategy, device, str(Path(config.out).absolute()), handle.rank)
-    graphs = Graphs(recipe, device, artifacts, budget)
-    try:
-        if budget is not None:
-            shape = _first_shape(config, shadow)
-            graphs.begin(shape, refuses(graphs, shape, device))
-        model = trained_policy(
-            config, tokenizer, role.strategy, device, lowering="traceable", like=handle, filled=budget is None
-        )
-        if budget is not None:
-            lend(model)
-            with budget.settling():
-                fill(model, config, device)
-    except BaseException:
-        if budget is not None:
-            budget.close()
-        raise
-    return model, graphs
-
-
-def _first_shape(config: RLConfig, model: nn.Module) -> BatchShape:
-    """A shape by whose plan state rests until the first update: of the longest answers to a prompt of two tokens."""
-    rl, handle = config.rl, sharded(model)
-    share = rl.answers // rl.minibatches // config.roles.actor.strategy.axes.data
-    micro = min(rl.micro_batch or share, share)
-    length = few_lengths(rl.max_tokens + 1, length_multiple(handle.plan), positions_of(model))
-    rows = [min(micro, share - at) for at in range(0, share, micro)]
-    return BatchShape(tuple((count, length) for count in rows), (False,) * len(rows))
+    model = trained_policy(
+        config, tokenizer, role.strategy, device, lowering="traceable", like=sharded(shadow)
+    )
+    return model, Graphs(recipe, device, artifacts)

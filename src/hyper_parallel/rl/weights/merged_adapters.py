@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.checkpoint.adapters import MAGNITUDE, merge_state, merged_weight
-from hyper_parallel.compat.memory import at_hand
 from hyper_parallel.rl.weights.transfer import local_tensors
 from hyper_parallel.shard.lora_adapters import adapted_layers, name_in_base
 from hyper_parallel.shard.sharded_model import sharded
@@ -29,10 +28,9 @@ def has_adapters(model: nn.Module) -> bool:
 def sent_tensors(model: nn.Module) -> Mapping[str, Tensor]:
     """This rank's part of each weight that is sent, by its name in the description.
 
-    `local_tensors` for a model without adapters; of one under a memory budget, copies on the host. With adapters the
-    adapted weights are copies, and it is a collective.
+    `local_tensors` for a model without adapters. With them the adapted weights are copies, and it is a collective.
     """
-    local = {name: at_hand(tensor) for name, tensor in local_tensors(model).items()}
+    local = local_tensors(model)
     state = merge_state(model)
     if state is None:
         assert not has_adapters(model), "adapters of a run file are one of LoRA or DoRA for each layer"
