@@ -111,8 +111,8 @@ def _check_spread(strategy: Strategy, devices: Devices | None) -> None:
     for key in _OF_A_GRAPH:
         if getattr(memory, key) != getattr(plain, key):
             raise ValueError(
-                f"'memory.{key}' is of the graph of a training step, and a role runs without one; leave it out "
-                "(for roles that take turns: roles.sleep; for activations: memory.recompute)"
+                f"'memory.{key}' is planned for the shape of a step's rows, and a role's change with the answers; "
+                "leave it out (for roles that take turns: roles.sleep; for activations: memory.recompute)"
             )
 
 
