@@ -69,11 +69,11 @@ def test_the_same_answers_within_a_budget(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({"actor": {"strategy": {"memory": {"device": "1GiB", "host": "1GiB"}}}}, "graph of a training step"),
-        ({"actor": {"strategy": {"memory": {"cluster": "h100"}}}}, "'memory.cluster' is of the graph"),
+        ({"actor": {"strategy": {"memory": {"device": "1GiB", "host": "1GiB"}}}}, "planned for the shape"),
+        ({"actor": {"strategy": {"memory": {"cluster": "h100"}}}}, "'memory.cluster' is planned for"),
         (
             {"reference": {"strategy": {"memory": {"expert_load": 2.0}}}},
-            "'memory.expert_load' is of the graph",
+            "'memory.expert_load' is planned for",
         ),
         (
             {"rollout": {"strategy": {"memory": {"device": "1GiB", "flash": "x"}}}},
