@@ -131,6 +131,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "a budget": (1, {"memory": {"device": "600KiB", "host": "64MiB"}}, {}),
     "accumulation": (1, {}, {"batch": 6, "micro_batch": 2}),
     "many micro-batches": (1, {}, {"batch": 9, "micro_batch": 1}),
+    "tensor": (2, {"axes": {"tensor": 2}}, {}),
+    "copies": (2, {"axes": {"replicate": 2}}, {}),
+    "shards": (2, {"axes": {"shard": 2}}, {}),
 }  # fmt: skip
 
 
