@@ -96,15 +96,15 @@ def _adds_to_zeros(node: fx.Node) -> bool:
 
 
 def _with_sums_kept(executed: list[str], predicted: list[str]) -> list[str]:
-    """What is executed, with the first sums as they are predicted: nothing, or a copy."""
+    """What is executed, with the first sums as they are predicted: nothing, a copy, or a sum with zeros."""
     found: list[str] = []
     for at, name in enumerate(executed):
         if name != FIRST_SUM:
             found.append(name)
-        elif predicted[len(found) : len(found) + 1] == ["copy"]:
+        elif (here := predicted[len(found) : len(found) + 1]) in (["copy"], ["add"]):
             behind = next((one for one in executed[at + 1 :] if one != FIRST_SUM), "")
-            # A copy of the step itself may follow.
-            found += ["copy"] * (behind != "copy" or predicted[len(found) + 1 : len(found) + 2] == ["copy"])
+            # One of the step itself may follow.
+            found += here * ([behind] != here or predicted[len(found) + 1 : len(found) + 2] == here)
     return found
 
 
@@ -134,6 +134,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tensor": (2, {"axes": {"tensor": 2}}, {}),
     "copies": (2, {"axes": {"replicate": 2}}, {}),
     "shards": (2, {"axes": {"shard": 2}}, {}),
+    "shards, accumulation": (2, {"axes": {"shard": 2}}, {"batch": 8, "micro_batch": 1}),
+    "shards, at the end": (2, {"axes": {"shard": 2}, "memory": {"shard": "optimizer"}}, {"batch": 8}),
 }  # fmt: skip
 
 
