@@ -17,7 +17,7 @@ from hyper_parallel.cli.main import command
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import HyperParallelError, StrategyError
-from hyper_parallel.estimate import Prediction, cluster_of, predict_run
+from hyper_parallel.estimate import Prediction, cluster_of, predict_run, stage_capture
 from hyper_parallel.estimate.prediction import model_of
 from hyper_parallel.estimate.stage_capture import capture_stages
 from hyper_parallel.estimate.stage_price import StagePrice, node_seconds, price_stage
@@ -144,6 +144,16 @@ def test_stages_that_are_alike_are_captured_once_with_the_same_numbers() -> None
     # Cut so that all stages differ, the sum is the same.
     other = _stages(_predicted(axes, pipeline={"layers": [0, 1, 2, 1], "schedule": "1f1b"}))
     assert sum(one.seconds for one in other) == pytest.approx(sum(one.seconds for one in stages), rel=0.01)
+
+
+def test_a_stage_before_one_without_layers_is_like_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the rows that the head takes, gathered from the tensor ranks."""
+    axes, settings = {"pipeline": 4, "tensor": 2}, {"layers": [2, 1, 1, 0], "schedule": "1f1b"}
+    found = _predicted(axes, sequence=True, pipeline=settings)
+    monkeypatch.setattr(stage_capture, "_alike", lambda counts, *_: tuple(range(len(counts))))
+    run = _config(axes, sequence=True, pipeline=settings)
+    apart = predict_run(run, cluster_of("h100", run))
+    assert found.timeline.step == pytest.approx(apart.timeline.step, rel=1e-9)
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])

@@ -219,7 +219,8 @@ def _balanced(
 
 
 def _alike(counts: Sequence[int], kind_of: Mapping[int, int], again: Set[int]) -> tuple[int, ...]:
-    """Of each stage, the number of the first stage that is like it, of those that differ."""
+    """Of each stage, the number of the first stage that is like it, of those that differ. What a stage sends to one
+    without layers is another value: there the head begins, or the embedding ends."""
     seen: dict[object, int] = {}
     found = []
     start = 0
@@ -228,7 +229,8 @@ def _alike(counts: Sequence[int], kind_of: Mapping[int, int], again: Set[int]) -
             (kind_of.get(layer, -1 - layer), layer in again) for layer in range(start, start + count)
         )
         end = "first" if stage == 0 else "last" if stage == len(counts) - 1 else ""
-        found.append(seen.setdefault((end, kinds), len(seen)))
+        beside = tuple(count == 0 for count in counts[max(stage - 1, 0) : stage + 2])
+        found.append(seen.setdefault((end, kinds, beside), len(seen)))
         start += count
     return tuple(found)
 
