@@ -132,6 +132,8 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
         scan, besides = scanned(t, k, ranks.tensor, tokens, _fused_rate(t, k))
         attention = attention + mixing(t) * scan
         elementwise = elementwise + mixing(t) * besides
+    products, attention = products * t.products_ratio, attention * t.attention_ratio
+    elementwise = elementwise * t.elementwise_ratio
     if np.any(t.frozen > 0):
         own = _adapters(t, ranks, multiply, tokens)
         elementwise = elementwise + moved(t, k, 6 * tokens * t.adapter_outputs / ranks.tensor)

@@ -68,6 +68,8 @@ def exchanged(
     """What the collectives of a layer add, beside `attention` seconds of attention and `compute` of all arithmetic,
     forward."""
     tensor = _tensor(t, ranks, tokens, with_experts) * (1 - k.hidden_tensor * t.overlap_tensor)
+    if np.any(t.ordered * t.tensor_x * t.tensor_y > 1):
+        tensor = tensor - np.minimum(paired(t, k) * tensor, compute)
     expert: Array = np.zeros(1)
     if np.any(t.expert * t.expert_tensor > 1):
         expert = exchanged_experts(t, k, ranks, tokens, compute) * with_experts

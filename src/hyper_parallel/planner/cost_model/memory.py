@@ -161,21 +161,18 @@ def _counted(t: Table, stage: Stage, held: _Held, per_token: SavedActivations) -
     for kind in ("parameters", "gradients"):
         kinds[kind] = kinds[kind] * (1 - t.weights_on_host)
     kinds["activations"] = stage.waiting * tokens * each * (1 - t.activations_on_host)
-    logits = (
-        stage.head
-        * (1 + t.prediction_modules)
-        * tokens
-        * t.vocabulary
-        / ranks
-        * t.logit_bytes
-        * element_bytes(t)
-        / 2
-    )
+    columns = t.vocabulary / ranks
+    logits = stage.head * (1 + t.prediction_modules) * _positions(t, tokens, columns) * columns
+    logits = logits * t.logit_bytes * element_bytes(t) / 2
     has_layers = stage.dense + stage.routed > 0
     working = np.where(has_layers, tokens * (_working(t, ranks) + per_token.again), 0.0)
-    at_head = logits > working
+    # While the loss is at work its weight is whole, and a layer's are not.
+    whole = stage.head * t.narrow_copies * element_bytes(t) * held.table
+    whole = whole * (2 * (1 - t.frozen) + (t.zero >= 3) * (t.shard * t.context > 1))
+    at_head = np.where(t.narrow_copies > 0, logits + whole > working + kinds["gathered"], logits > working)
     kinds["logits"] = np.where(at_head, logits, 0.0)
     kinds["working"] = np.where(at_head, 0.0, working)
+    kinds["gathered"] = np.where(at_head & (t.narrow_copies > 0), whole, kinds["gathered"])
     return kinds
 
 
@@ -212,8 +209,11 @@ def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
     # Copies in fewer bits are of linear layers; where weights are split for good, of the layer at work.
     copied = copy_bytes(t) * (dense * held.dense + with_experts * (held.besides + held.experts))
     whole = whole + np.where(t.zero >= 3, copy_bytes(t) * layer, 0.0)
+    weights = t.weight_bytes * split(3)
+    narrow = (t.narrow_copies > 0) & (t.zero >= 1) & (t.zero < 3) & (share > 1)
+    weights = np.where(narrow, t.weight_bytes * split(1) + size * split(3), weights)
     kinds = {
-        "parameters": t.weight_bytes * split(3) + np.where(t.zero >= 3, 0.0, copied),
+        "parameters": weights + np.where(t.zero >= 3, 0.0, copied),
         "gradients": gradient * split(2),
         "optimizer": t.state_bytes * (1 - t.state_on_host) * split(1),
         "gathered": whole,
@@ -243,6 +243,12 @@ def _frozen(
         "gathered": gathered + expanded,
     }
     return {kind: np.where(t.frozen > 0, bytes, kinds[kind]) for kind, bytes in found.items()}
+
+
+def _positions(t: Table, tokens: Array, columns: Array) -> Array:
+    """Positions whose logits a rank has at once, each with so many columns."""
+    chunk = 2.0 ** np.floor(np.log2(np.maximum(t.logit_chunk / columns, 1.0)))
+    return np.where(t.logit_chunk > 0, np.minimum(tokens, chunk), tokens)
 
 
 def _modules(t: Table, stage: Stage) -> Array:
@@ -331,12 +337,12 @@ def saved_activations(t: Table) -> SavedActivations:
     entry = size * t.hidden * outside
 
     def after(layer: Array) -> Array:
-        left: Array = (1 - whole) * (layer + held) + whole * entry
+        left: Array = (1 - whole) * t.saved_ratio * (layer + held) + whole * entry
         return left
 
     routed_after = np.where(t.experts > 0, after(routed), 0.0)
     largest = np.where(t.experts > 0, np.maximum(routed, np.where(t.dense_layers > 0, dense, 0.0)), dense)
-    return SavedActivations(after(dense), routed_after, np.where(whole > 0, largest + scores, 0.0))
+    return SavedActivations(after(dense), routed_after, np.where(whole > 0, t.saved_ratio * (largest + scores), 0.0))
 
 
 def _attention(t: Table, ranks: Array) -> Array:

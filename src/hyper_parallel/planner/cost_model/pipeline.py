@@ -117,6 +117,8 @@ def stages(t: Table) -> list[Stage]:
     even = np.ceil(t.layers / ranks)
     fair = np.where(t.greedy > 0, np.floor(share) + 1, np.ceil(share))
     first = np.where(by_cost, np.minimum(fair, t.layers), even)
+    if np.any((t.ordered > 0) & ~one):
+        first = np.where(t.ordered > 0, _first_by_cost(t, share), first)
     first = np.where(one, t.layers, first)
     beginning = Stage(
         np.minimum(first, plain),
@@ -140,6 +142,14 @@ def stages(t: Table) -> list[Stage]:
     routed = np.minimum(end, np.maximum(t.layers - plain, 0.0))
     last = Stage(end - routed, routed, waiting(t, t.pipeline - 1), zero, np.where(one | meet, 0.0, 1.0))
     return [beginning, second, last]
+
+
+def _first_by_cost(t: Table, share: Array) -> Array:
+    """Layers of the first stage where all others have as many as the slowest (`graph.stage_cut`): of cuts that are
+    equally fast it has the fewest bytes, and the first stage holds most micro-batches."""
+    most = np.maximum(np.ceil(share - 0.25), 1.0)
+    last = np.maximum(np.floor(most - _head_in_layers(t)), 0.0)
+    return np.clip(t.layers - most * (t.pipeline - 2) - last, 1.0, most)
 
 
 def waiting(t: Table, stage: Array) -> Array:

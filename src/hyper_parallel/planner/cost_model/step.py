@@ -103,6 +103,10 @@ def seconds_by_kind(t: Table, k: Constants) -> dict[str, Array]:
     backward = overlapped_pass(
         k, one.backward + one.again, shared.backward, twice * one.sent, twice * one.hidden
     )
+    # Collectives of a stage's own mesh are waited for where they begin (docs/pipelines.md).
+    turns = (t.ordered > 0) & (t.pipeline > 1)
+    forward = np.where(turns, one.forward + shared.forward, forward)
+    backward = np.where(turns, one.backward + one.again + shared.backward, backward)
     passes = forward + backward
     top = head(t, k) + prediction_modules(t, k, passes)
     m = micro_batches(t)
@@ -176,7 +180,7 @@ def head(t: Table, k: Constants) -> Array:
     tokens = t.micro * t.sequence / t.context
     columns = t.vocabulary / (t.tensor_x * t.tensor_y)
     products = (3 - t.frozen) * Products(t, k, linear=False)(tokens, columns, t.hidden)
-    return products + moved(t, k, tokens * (columns * LOGIT_BYTES + 12 * t.hidden))
+    return t.head_ratio * (products + moved(t, k, tokens * (columns * LOGIT_BYTES + 12 * t.hidden)))
 
 
 def prediction_modules(t: Table, k: Constants, layer: Array) -> Array:
@@ -295,7 +299,7 @@ def summed(t: Table, k: Constants, held: ParameterCounts, stage_layers: Array) -
     elements = stage_layers * (held.layer + held.experts) + held.embedding
     bytes = 2 * t.gradient_bytes + np.where(t.fused >= 1, 0.0, 4.0)
     # Whole gradients do not outlive a layer where parameters are split for good.
-    return np.where(t.zero >= 3, 0.0, bytes * elements / (t.hbm * k.memory))
+    return np.where(t.zero >= 3, t.weight_traffic, bytes) * elements / (t.hbm * k.memory)
 
 
 def updated(

@@ -1,0 +1,138 @@
+"""Costs of a layer as `train` runs it, read off the captured step of the model that is asked for.
+
+The closed forms count the operators of a decoder that nobody has captured. What `train` runs is known better: its step
+is captured with few layers, with data parallelism alone and without recomputation, at two lengths of a sequence, and its
+operators are priced on the cluster as `simulate` prices them. Ratios to the closed forms of the same step are columns
+of the profile (`Profile.products_ratio` and those below it), by which the search prices every other strategy:
+
+| ratio | of |
+|---|---|
+| products, attention | seconds of the layers' operators of that kind |
+| elementwise | how the seconds of the layers' other operators grow with the tokens |
+| weight traffic | what they take at no tokens: casts and copies of gathered weights and of gradients |
+| head | seconds of everything in the loss |
+| saved | how the activations at the peak grow with the tokens |
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hyper_parallel import config
+from hyper_parallel.cluster import Cluster
+from hyper_parallel.config import RunConfig
+from hyper_parallel.estimate.build_trace import trace_of
+from hyper_parallel.estimate.predict import prices_views
+from hyper_parallel.estimate.prediction import model_of
+from hyper_parallel.graph.step_context import current_step
+from hyper_parallel.offloading.pass_pipeline import passes
+from hyper_parallel.planner.columns import Profile
+from hyper_parallel.planner.constants import constants_for
+from hyper_parallel.planner.cost_model.dims import held
+from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.metrics import Figures, figures
+from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.run_file import planned_run_file
+from hyper_parallel.planner.table import Table
+from hyper_parallel.simulator import simulate
+
+RANKS = 8
+"""Of the captured step, at most."""
+MICRO_BATCHES = 2
+"""Of the captured step, so that gradients are added up."""
+SHORTEST = 256
+"""Tokens of the shorter sequence, at least; below twice as many one length is captured, and taken to have no traffic."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One captured step."""
+
+    products: float
+    """Seconds, of layers."""
+    attention: float
+    other: float
+    head: float
+    """Seconds of the loss."""
+    activations: float
+    """Bytes at the peak."""
+
+
+def engine_profile(
+    question: Question, model: Mapping[str, Any] | None, say: Callable[[str], None]
+) -> Profile:
+    """The question's profile with the ratios of its model. Raises as `predict_run`."""
+    long = question.workload.sequence
+    short = long // 2
+    ranks = min(RANKS, question.devices)
+    say("capturing a few layers, to price them as train runs them")
+    at_long, plain = _measured(question, model, long, ranks)
+    other, head, traffic = at_long.other, at_long.head, 0.0
+    counted, saved = plain.parts, 1.0
+    if short >= SHORTEST:
+        at_short, plain_short = _measured(question, model, short, ranks)
+        # What does not grow with the tokens is of the weights.
+        other, head = (2 * (getattr(at_long, one) - getattr(at_short, one)) for one in ("other", "head"))
+        traffic = max(at_long.other + at_long.head - other - head, 0.0)
+        counted = {name: 2 * (counted[name] - plain_short.parts[name]) for name in counted}
+        grown = plain.memory["activations"] - plain_short.memory["activations"]
+        saved = (at_long.activations - at_short.activations) / grown
+    row, weights = plain.row, held(plain.row)
+    elements = row.layers * weights.all() + weights.embedding
+    bandwidth = row.hbm * constants_for(question.profile, question.cluster).memory
+    return replace(
+        question.profile,
+        products_ratio=at_long.products / plain.parts["products"],
+        attention_ratio=_ratio(at_long.attention, plain.parts["attention"]),
+        elementwise_ratio=_ratio(other, counted["elementwise"]),
+        head_ratio=_ratio(head, counted["head"]),
+        saved_ratio=saved,
+        weight_traffic=float((traffic * bandwidth / elements)[0]) / MICRO_BATCHES,
+    )
+
+
+def _ratio(captured: float, counted: float) -> float:
+    """1 where the model has no such operators."""
+    return captured / counted if captured > 0 and counted > 0 else 1.0
+
+
+def _measured(
+    question: Question, model: Mapping[str, Any] | None, sequence: int, ranks: int
+) -> tuple[_Measured, Figures]:
+    """A step with one sequence in a micro-batch on each rank, captured and priced; and the closed forms of it."""
+    work = replace(question.workload, batch=ranks * MICRO_BATCHES, sequence=sequence)
+    asked = replace(question, workload=work, devices=ranks, fix={}, top=1)
+    table = Table.of(work, question.cluster, question.profile, devices=float(ranks)).replaced(
+        shard=float(ranks), zero=3.0 if ranks > 1 else 0.0, recomputed=1.0
+    )
+    plain = figures(table, estimate(table, constants_for(question.profile, question.cluster)))[0]
+    run = config.from_dict(planned_run_file(plain, asked, model).data, source="the planned file")
+    return _priced(run, question.cluster.for_workers(ranks)), plain
+
+
+def _priced(run: RunConfig, cluster: Cluster) -> _Measured:
+    """The operators of a run's step on a cluster, in the order of the model's code."""
+    assert cluster.device is not None
+    world = run.effective_strategy.axes.world
+    views = prices_views(cluster)
+    with replace(current_step(), pads_values=not views).installed():
+        trace = trace_of(
+            model_of(run, []),
+            run,
+            dict.fromkeys(range(world), "all"),
+            views=views,
+            passes_of=lambda strategy: passes(strategy, cluster, ordered=False),
+        )
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for op in trace.ops["all"]:
+        if op.work is None or op.phase not in ("forward", "loss", "backward"):
+            continue
+        kind = op.work.kind if op.work.kind in ("matmul", "attention") else "other"
+        seconds["head" if op.phase == "loss" else kind] += cluster.device.seconds(op.work)
+    peak = simulate(trace, cluster).peak.by_kind
+    return _Measured(
+        seconds["matmul"], seconds["attention"], seconds["other"], seconds["head"], float(peak["activation"])
+    )
