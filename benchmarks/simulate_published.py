@@ -32,7 +32,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -55,6 +55,7 @@ from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.csv_runs.cells import read, records
 from hyper_parallel.planner.csv_runs.model_and_machine import shape_of
 from hyper_parallel.planner.csv_runs.rows import RunRow, rows
+from hyper_parallel.planner.error_interval import HIGH, LOW, SIMULATED
 from hyper_parallel.planner.framework_profiles import profile_of
 from hyper_parallel.planner.metrics import Figures, disagreement, figures
 from hyper_parallel.planner.query import Question
@@ -373,6 +374,24 @@ def main(
     if not only:
         result.rows = {one.id: result.rows[one.id] for one in rows}
     result.write()
+    SIMULATED.write_text(json.dumps(residuals(result.rows.values()), indent=1) + "\n")
+
+
+def residuals(told: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Quantiles of log(simulated / measured) for models without experts and with, each (source, hardware) weighing the
+    same, and how many runs they are of."""
+    found = {}
+    timed = [one for one in told if one.get("predicted")]
+    for kind, experts in (("dense", False), ("mixture", True)):
+        rows = [one for one in timed if one["experts"] is experts]
+        groups = Counter((one["source"], one["hardware"]) for one in rows)
+        values = np.log([one["predicted"] / one["measured"] for one in rows])
+        weights = np.array([1 / groups[one["source"], one["hardware"]] for one in rows])
+        order = np.argsort(values)
+        places = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+        low, high = np.interp((LOW, HIGH), places, values[order])
+        found[kind] = {"low": round(float(low), 4), "high": round(float(high), 4), "runs": len(rows)}
+    return found
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--fix", multiple=True, metavar="NAME=VALUE", help="Fix a part of the strategy: tensor_x=8; repeatable."
 )
 @click.option(
-    "--runnable", is_flag=True, help="Search only what train can run, memory budgets included; no DualPipe."
+    "--runnable", is_flag=True, help="With --framework: search only what train can run; else always so."
 )
 @click.option(
     "--quickest", is_flag=True, help="Show the quickest estimate first, also where a simpler strategy ties."
@@ -97,14 +97,16 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--framework",
     metavar="NAME",
-    help="Framework whose overlap and fusion to assume; default: what most do; with --runnable: hyper-parallel.",
+    help="How long another framework would take, such as megatron-lm; default: what train runs.",
 )
 @click.option("--compare", type=_FILE, help="A run file or strategy to estimate and compare with the best.")
 @click.option(
+    "--simulate",
     "--refine",
+    "simulate",
+    metavar="N",
     type=click.IntRange(min=0),
-    default=0,
-    help="Simulate the N best strategies; with --runnable until one fits.",
+    help="Simulate N strategies at most; 0: only estimate, in a second. Default: 3; with --framework: 0.",
 )
 @click.option(
     "--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many strategies to show."
@@ -132,13 +134,14 @@ def plan(
     """Find the best strategy for a model on a cluster, and explain the choice.
 
     The search covers axes and their order, pipeline schedules, micro-batches, recomputation and offload, with closed
-    forms whose constants were fitted on published runs. Each time has an interval that holds 90% of the published
-    runs that were not used for fitting. Every number is estimated.
+    forms whose costs are read off the model's captured step. The best is simulated: its time and memory are those that
+    simulate gives for the file that --out writes. With --framework the question is how long that framework would take,
+    by constants that were fitted on published runs. Each time has an interval that holds 90% of published runs.
 
     \b
     Examples:
       hyper-parallel plan --model llama-3-405b --cluster h100x2048 --batch 2048 --sequence 8192
-      hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 512 --runnable --out run.yaml
+      hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 512 --out run.yaml
       hyper-parallel plan --model ./config.json --cluster cluster.yaml --batch 64 --devices 4 --compare mine.yaml
       hyper-parallel plan --model deepseek-v3 --cluster h800 --batch 4096 --fit
       hyper-parallel plan --model llama-3-70b --cluster h100 --batch 1024 --devices 64..4096 --price 2.5 --tokens 15T

@@ -18,7 +18,7 @@ _OF_TRAINING = (
     "fix",
     "runnable",
     "compare",
-    "refine",
+    "simulate",
     "evaluate",
     "lora_rank",
     "framework",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig
     from hyper_parallel.planner.answer import Answer
 
-_OF_TEXT = ("fit", "fix", "compare", "refine", "evaluate", "lora_rank", "framework", "tokens", "price")
+_OF_TEXT = ("fit", "fix", "compare", "simulate", "evaluate", "lora_rank", "framework", "tokens", "price")
 """Options that a plan of encoders and a language model does not have."""
 
 

@@ -34,9 +34,13 @@ def training_answer(
     shape, section = load()
     question = _question(shape, cluster, counts[-1], lengths[0], options)
     if options["fit"] or len(lengths) > 1 or len(counts) > 1:
-        for option in ("compare", "refine", "out", "html"):
+        for option in ("compare", "out", "html"):
             if options[option]:
                 raise click.UsageError(f"--{option} is for one number of devices and one length")
+        if question.profile.ordered and options["simulate"] != 0:
+            from hyper_parallel.planner.refine import with_captured_costs
+
+            question, _ = with_captured_costs(question, section, say)
         return _series(question, counts, lengths, options, say)
     return _one(question, section, options, say)
 
@@ -46,7 +50,7 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
 
     from hyper_parallel.cluster import Cluster
     from hyper_parallel.planner import query
-    from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL, profile
+    from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL, profile
     from hyper_parallel.planner.query import Question
     from hyper_parallel.planner.solve import TIE
     from hyper_parallel.workload.workload import Workload
@@ -61,8 +65,8 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
             f"--devices {devices:,}: {cluster} has {machine.ranks:,}; name the cluster without a number of devices, or "
             "with more"
         )
-    # What `train` is to run does what `train` does: it keeps other bytes, and fuses other kernels, than most.
-    usual = HYPER_PARALLEL if options["runnable"] else GENERIC
+    # Two questions: what `train` would take, and what another framework would.
+    theirs = profile(options["framework"]) if options["framework"] else HYPER_PARALLEL
     return Question(
         workload=Workload(
             shape,
@@ -74,13 +78,13 @@ def _question(shape: Shape, cluster: str, devices: int, sequence: int, options: 
             query.whole("--prediction-modules", options["prediction_modules"], least=0),
         ),
         cluster=machine,
-        profile=profile(options["framework"]) if options["framework"] else usual,
+        profile=theirs,
         devices=devices,
         fix=query.fixed(options["fix"]),
         objective=options["objective"],
         top=options["top"],
         price=options["price"],
-        runnable=options["runnable"],
+        runnable=options["runnable"] or theirs is HYPER_PARALLEL,
         tie=0.0 if options["quickest"] else TIE,
     )
 
@@ -104,12 +108,17 @@ def _one(
     from hyper_parallel.planner.training import answer_of
 
     given: dict[str, Any] = {"compare": options["compare"], "tokens": _tokens(options), "model": section}
-    if options["refine"]:
+    if (count := _simulated(question, options)) > 0:
         # Only now, because this needs torch.
         from hyper_parallel.planner.refine import solved
 
-        return answer_of(solved(question, options["refine"], say, **given), question, say)
+        return answer_of(solved(question, count, say, **given), question, say)
     return answer_of(solve(question, **given), question, say)
+
+
+def _simulated(question: Question, options: dict[str, Any]) -> int:
+    """Strategies to simulate at most."""
+    return (3 if question.profile.ordered else 0) if options["simulate"] is None else int(options["simulate"])
 
 
 def _series(

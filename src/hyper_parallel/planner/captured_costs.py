@@ -79,7 +79,7 @@ def engine_profile(
         traffic = max(at_long.other + at_long.head - other - head, 0.0)
         counted = {name: 2 * (counted[name] - plain_short.parts[name]) for name in counted}
         grown = plain.memory["activations"] - plain_short.memory["activations"]
-        saved = (at_long.activations - at_short.activations) / grown
+        saved = _ratio(at_long.activations - at_short.activations, grown)
     row, weights = plain.row, held(plain.row)
     elements = row.layers * weights.all() + weights.embedding
     bandwidth = row.hbm * constants_for(question.profile, question.cluster).memory
@@ -103,7 +103,14 @@ def _measured(
     question: Question, model: Mapping[str, Any] | None, sequence: int, ranks: int
 ) -> tuple[_Measured, Figures]:
     """A step with one sequence in a micro-batch on each rank, captured and priced; and the closed forms of it."""
-    work = replace(question.workload, batch=ranks * MICRO_BATCHES, sequence=sequence)
+    work = replace(
+        question.workload,
+        batch=ranks * MICRO_BATCHES,
+        sequence=sequence,
+        # Of what `train` has: fewer bits, and modules of more tokens, are counted by the closed forms alone.
+        precision="fp32" if question.workload.precision == "fp32" else "bf16",
+        prediction_modules=0,
+    )
     asked = replace(question, workload=work, devices=ranks, fix={}, top=1)
     table = Table.of(work, question.cluster, question.profile, devices=float(ranks)).replaced(
         shard=float(ranks), zero=3.0 if ranks > 1 else 0.0, recomputed=1.0

@@ -33,7 +33,7 @@ from hyper_parallel.units import format_bytes, format_duration
 # that a change takes the ground from (a schedule without a pipeline, ZeRO without ranks to share with) follow it, and
 # where several would do, those nearest to the strategy do.
 
-FOLLOWERS = ("zero", "sequence_parallel", "method", "schedule", "virtual")
+FOLLOWERS = ("zero", "sequence_parallel", "method", "paired", "schedule", "virtual")
 """Settings that lose their ground, or get one, when an axis becomes 1 or more than 1."""
 
 SETTINGS: tuple[tuple[str, ...], ...] = (

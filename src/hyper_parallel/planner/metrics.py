@@ -207,12 +207,14 @@ class Simulated:
     """Why there is no prediction, or what it leaves out."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the predicted step by part (`trace.timeline`)."""
+    mfu: float | None = None
+    """0 to 1, of the real model's FLOPs."""
 
     @classmethod
     def of(cls, found: Prediction) -> Simulated:
         """The figures of the prediction of a run."""
         timeline = found.timeline
-        return cls(timeline.step, found.fits, timeline.peak.bytes, parts=found.parts)
+        return cls(timeline.step, found.fits, timeline.peak.bytes, parts=found.parts, mfu=timeline.mfu)
 
 
 # Disagreement of the closed forms and the simulator: the operator class or collective that it comes from.
@@ -221,6 +223,8 @@ class Simulated:
 # brought to common classes; where the steps differ by more than `APART`, the class whose seconds differ most, in the
 # direction in which the steps differ, is named.
 
+DIFFER = 0.05
+"""A share of a step beyond which estimate and simulation are said to differ."""
 APART = 0.15
 """Share of the estimate beyond which two predictors disagree."""
 

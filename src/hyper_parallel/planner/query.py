@@ -70,7 +70,11 @@ class Question:
             raise ConfigError(f"tie is a share of a step, 0 to 1; got {self.tie}")
         if not 0 <= self.price < float("inf"):
             raise ConfigError(f"price is money for a device hour; got {self.price}")
-        object.__setattr__(self, "fix", {ALSO.get(name, name): value for name, value in self.fix.items()})
+        fix = {ALSO.get(name, name): value for name, value in self.fix.items()}
+        if fix.get("recompute") == "full":
+            # Who fixes the kind alone means all layers.
+            fix.setdefault("recomputed", 1)
+        object.__setattr__(self, "fix", fix)
         for name, value in self.fix.items():
             _values(name, value)
         if not self.devices:
@@ -126,8 +130,8 @@ def _value(column: str, value: Any) -> float:
 
 SHARES = ("recomputed", "state_on_host", "activations_on_host", "weights_on_host")
 """Columns that are shares, 0 to 1."""
-LEAST = dict.fromkeys((*SHARES, "zero", "sequence_parallel"), 0.0)
-MOST = {**dict.fromkeys((*SHARES, "sequence_parallel"), 1.0), "zero": 3.0}
+LEAST = dict.fromkeys((*SHARES, "zero", "sequence_parallel", "paired"), 0.0)
+MOST = {**dict.fromkeys((*SHARES, "sequence_parallel", "paired"), 1.0), "zero": 3.0}
 """The least and greatest values of columns that are no degrees."""
 
 

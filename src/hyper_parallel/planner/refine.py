@@ -1,15 +1,16 @@
-"""Refinement: simulates the planner's best strategies from their captured steps.
+"""The end of an answer: the planner's best strategies, simulated from their captured steps.
 
-The estimate is of closed forms; the prediction is of every operator that `train` would run, with the collectives in the
-order in which training runs them. Neither is a measurement.
+The estimate is of closed forms; the simulation is of every operator that `train` would run, with the collectives in the
+order in which training runs them, and is what `hyper-parallel simulate` says of the written file. Neither is a
+measurement.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,17 @@ from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
 from hyper_parallel.estimate.predict import AboveLimit
 from hyper_parallel.graph.capture_overrides import collect_between, uncollected
+from hyper_parallel.planner import format
+from hyper_parallel.planner.captured_costs import engine_profile
 from hyper_parallel.planner.constants import Constants, constants_for
 from hyper_parallel.planner.format import ON_HOST
-from hyper_parallel.planner.metrics import Simulated
+from hyper_parallel.planner.metrics import DIFFER, Simulated
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
+from hyper_parallel.planner.search import search
 from hyper_parallel.planner.solve import NothingFitsError, Solved, solve
-from hyper_parallel.units import format_bytes, format_duration
+from hyper_parallel.units import format_bytes
 
-NOTE = (
-    "not searched: the host's memory, since something fits without it and a budget takes minutes to simulate; without "
-    "--refine it is"
-)
-"""Said where what fits without a budget is not compared with what moves."""
 ORDERED = 1.03
 """Of a device's memory: what a step may hold in the order of the model's code and still be ordered and simulated, since
 ordering may lower the peak (by 2% for DeepSeek-V3 on 512 H100, by 1% for Kimi-K2 on 384 910C)."""
@@ -39,34 +38,74 @@ LEAST = 1.02
 """Of the estimate of memory: by how much it is scaled at least."""
 ROUNDS = 3
 """Times that strategies are simulated, until one fits."""
+COUNT = 3
+"""Strategies of a round that are simulated, at most."""
+PAYS = 0.98
+"""Of a step's time, what must be left at most where something lies on the host."""
 
 
 def solved(
     question: Question,
-    count: int,
-    progress: Callable[[str], None],
+    count: int = COUNT,
+    progress: Callable[[str], None] = lambda _: None,
     *,
     compare: Path | None = None,
     tokens: float = 0.0,
     model: Mapping[str, Any] | None = None,
 ) -> Solved:
-    """The answer with its `count` best strategies simulated.
+    """The answer with at most `count` of its best strategies simulated: the first, and while the best simulated step is
+    longer than the next one's estimate by more than `DIFFER`, that one.
 
-    A question of what `train` runs wants a strategy that fits: where the simulated peak of none does, the estimate of
-    memory is scaled by what it was too low by, and the question is answered again. Something lies on the host only
-    where nothing fits without. Raises as `solve`, and NothingFitsError where none fits after ROUNDS.
+    Of what `train` runs, closed forms take their costs from a captured step of the model, and a strategy has to fit:
+    where the simulated peak of none does, the estimate of memory is scaled by what it was too low by, and the question
+    is answered again. Something lies on the host only where nothing fits without; what it would gain is a note. Raises
+    as `solve`, and NothingFitsError where none fits after ROUNDS.
     """
     solve_once = partial(solve, compare=compare, tokens=tokens, model=model)
+    question, notes = with_captured_costs(question, model, progress)
     if question.runnable and not set(ON_HOST) & question.fix.keys():
         # A plan of what moves takes minutes for a large model: first what needs none.
         stays = replace(question, fix={**question.fix, **dict.fromkeys(ON_HOST, 0.0)})
         try:
-            solved = _solved(stays, count, progress, solve_once)
+            found = _solved(stays, count, progress, solve_once)
         except NothingFitsError:
             progress("nothing fits on the devices alone; planning with the host's memory")
         else:
-            return replace(solved, notes=[*solved.notes, NOTE])
-    return _solved(question, count, progress, solve_once)
+            return replace(found, notes=[*found.notes, *notes, *_on_host(question, found)])
+    found = _solved(question, count, progress, solve_once)
+    return replace(found, notes=[*found.notes, *notes])
+
+
+def with_captured_costs(
+    question: Question, model: Mapping[str, Any] | None, progress: Callable[[str], None]
+) -> tuple[Question, list[str]]:
+    """The question with the costs of its model's captured step, where it is of what `train` runs; and a note where
+    there is no such step."""
+    if not question.profile.ordered:
+        return question, []
+    try:
+        with uncollected():
+            profile = engine_profile(question, model, progress)
+    except HyperParallelError as error:
+        return question, [f"its step cannot be captured, so that closed forms alone price it: {error}"]
+    collect_between()
+    return replace(question, profile=profile), []
+
+
+def _on_host(question: Question, found: Solved) -> list[str]:
+    """A note of what something on the host is estimated to gain, where that is enough."""
+    known = constants_for(question.profile, question.cluster)
+    moved = search(replace(question, top=1), known).best
+    if not moved or not moved[0].on_host or moved[0].seconds > PAYS * found.best[0].seconds:
+        return []
+    less = 1 - moved[0].seconds / found.best[0].seconds
+    kinds = " ".join(
+        f"--fix {name}={moved[0].strategy[name]}" for name in ON_HOST if moved[0].strategy[name]
+    )
+    return [
+        f"with {format.axes(moved[0].strategy)} ({format.settings(moved[0].strategy)}) a step is estimated to take "
+        f"{less:.0%} less; {kinds} plans that, and simulates it within a budget, which takes minutes"
+    ]
 
 
 def _solved(
@@ -78,29 +117,42 @@ def _solved(
     """One question, answered until a strategy that was simulated fits."""
     known = constants_for(question.profile, question.cluster)
     for _ in range(ROUNDS):
-        solved = solve_once(question, known)
+        found = solve_once(question, known)
         # One that does not fit is not shown, so that its time need not be known.
-        limit = ORDERED * solved.best[0].capacity if question.runnable and count == 1 else None
-        solved = replace(solved, simulated=refine(solved.files[:count], question.cluster, progress, limit))
+        limit = ORDERED * found.best[0].capacity if question.runnable else None
+        found = replace(found, simulated=_simulated_while(found, count, progress, limit))
         # Also of a step that was not ordered, though ordering may lower its peak: with more room more is hidden.
         over = [
-            found.peak / best.peak
-            for found, best in zip(solved.simulated, solved.best, strict=False)
-            if found.fits is False and found.peak is not None
+            one.peak / best.peak
+            for one, best in zip(found.simulated, found.best, strict=False)
+            if one.fits is False and one.peak is not None
         ]
-        if not question.runnable or len(over) < len(solved.simulated):
-            return solved
+        if not question.runnable or len(over) < len(found.simulated):
+            return found
         progress(
             f"the simulated peak of none fits, {min(over):.2f} times the estimate or more; planning again"
         )
         collect_between()
         known = replace(known, slack=known.slack * max(min(over), LEAST))
-    peak = min(found.peak for found in solved.simulated if found.peak is not None)
+    peak = min(one.peak for one in found.simulated if one.peak is not None)
     raise NothingFitsError(
         f"no strategy that was simulated fits, in {ROUNDS} rounds: the smallest simulated peak is {format_bytes(peak)} "
-        f"of {format_bytes(solved.best[0].capacity)}; what would make it fit: more devices, a shorter sequence, or a "
+        f"of {format_bytes(found.best[0].capacity)}; what would make it fit: more devices, a shorter sequence, or a "
         "smaller micro-batch (--fix micro=1)"
     )
+
+
+def _simulated_while(
+    found: Solved, count: int, progress: Callable[[str], None], limit: float | None
+) -> list[Simulated]:
+    """The predictions of the first strategies, until none that is left may be quicker."""
+    told: list[Simulated] = []
+    for place, best in enumerate(found.best[:count]):
+        quickest = min((one.seconds for one in told if one.seconds and one.fits is not False), default=inf)
+        if best.seconds * (1 + DIFFER) > quickest:
+            break
+        told += refine(found.files[place : place + 1], found.question.cluster, progress, limit)
+    return told
 
 
 def refine(
@@ -111,23 +163,11 @@ def refine(
 ) -> list[Simulated]:
     """The prediction of each planned run file, or the reason why there is none. `limit` as of `predict_run`."""
     found: list[Simulated] = []
-    begun = time.monotonic()
-    for place, file in enumerate(files, 1):
-        which = f"strategy {place} of {len(files)}"
-        # The time left is by the mean of what is done; before that nothing is known.
-        left = ", the first of them" if len(files) > 1 else ", a minute or two for 8 billion parameters"
-        if found:
-            seconds = (time.monotonic() - begun) / len(found) * (len(files) - len(found))
-            left = f", about {format_duration(seconds)} left"
-        progress(f"{which}: capturing and simulating its step{left}")
-        if place > 1:
-            collect_between()
-        found.append(_simulated(file, cluster, partial(_say, progress, which), limit))
+    for file in files:
+        progress("capturing and simulating its step")
+        found.append(_simulated(file, cluster, progress, limit))
+        collect_between()
     return found
-
-
-def _say(progress: Callable[[str], None], about: str, text: str) -> None:
-    progress(f"{about}: {text}")
 
 
 # What is read off the Timeline is inside: a search for garbage would walk through all of its spans.

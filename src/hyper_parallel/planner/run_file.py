@@ -114,11 +114,16 @@ def planned_run_file(
     head = [
         f"Written by hyper-parallel plan for {shape.title} on {question.devices:,} devices of "
         f"{question.cluster.title}.",
-        f"Estimated: a step in {format.seconds(found)}; MFU {found.mfu:.1%}; peak {format.memory(found)}.",
+        figures_line(found),
         *notes,
     ]
     text = "".join(f"# {line}\n" for line in head) + yaml12.write(data)
     return PlannedRunFile(data, text, tuple(notes))
+
+
+def figures_line(found: Figures, word: str = "Estimated") -> str:
+    """What the head of a run file says of its step."""
+    return f"{word}: a step in {format.seconds(found)}; MFU {found.mfu:.1%}; peak {format.memory(found)}."
 
 
 def _adapter(adapter: Adapter, notes: list[str]) -> dict[str, Any]:
@@ -166,7 +171,9 @@ def _axes(given: format.Strategy) -> dict[str, Any]:
     names: list[str] = []
     for name in reversed(inner_first):
         names += ["replicate", "shard"] if name == "data" else [name]
-    return {name: given[name] for name in names if given[name] != 1}
+    # One tensor axis is `tensor`; a second one is told apart from it.
+    alone = {"tensor_x": "tensor"} if given["tensor_y"] == 1 else {}
+    return {alone.get(name, name): given[name] for name in names if given[name] != 1}
 
 
 def _memory(given: format.Strategy, layers: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from hyper_parallel.planner.columns import RECOMPUTE, SCHEDULES
 from hyper_parallel.planner.constants import Constants, constants_for, fitted
 from hyper_parallel.planner.cost_model.memory import HOST_PART
 from hyper_parallel.planner.cost_model.step import estimate
+from hyper_parallel.planner.error_interval import simulated_between
 from hyper_parallel.planner.explain import Explanation, explain
 from hyper_parallel.planner.metrics import Figures, Simulated, figures
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
@@ -183,6 +184,28 @@ class Solved:
     def best(self) -> Sequence[Figures]:
         """The best strategies, the first first."""
         return self.found.best
+
+    @property
+    def prediction(self) -> Simulated | None:
+        """The simulator's figures of what is chosen; None where there are none."""
+        found = self.simulated[self.chosen] if self.simulated else None
+        return None if found is None or found.seconds is None else found
+
+    @property
+    def shown(self) -> Figures:
+        """The figures of what is chosen: simulated where they are, else estimated."""
+        best, found = self.best[self.chosen], self.prediction
+        if found is None or found.seconds is None or found.peak is None:
+            return best
+        times = best.seconds / found.seconds
+        return replace(
+            best,
+            seconds=found.seconds,
+            between=simulated_between(found.seconds, bool(best.row.experts.max() > 0)),
+            peak=found.peak,
+            tokens_per_second=best.tokens_per_second * times,
+            mfu=found.mfu or best.mfu * times,
+        )
 
     @property
     def chosen(self) -> int:

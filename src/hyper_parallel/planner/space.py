@@ -102,8 +102,8 @@ class StrategySpace:
         self.micro = self._level(("micro",), [divisors(int(self.batch))], self._micro)
         self.dual = self._level(("dual",), [range(2)], self._dual)
         self.splits = self._level(
-            ("zero", "sequence_parallel", "method"),
-            [range(4), range(2), range(len(CONTEXT_METHODS))],
+            ("zero", "sequence_parallel", "method", "paired"),
+            [range(4), range(2), range(len(CONTEXT_METHODS)), range(2)],
             self._splits,
         )
         self.orders = self._level(("order",), [range(len(ORDERS))], self._orders)
@@ -169,8 +169,15 @@ class StrategySpace:
         split = c["sequence_parallel"] == 1
         whole = (tensor > 1) & (tokens % tensor == 0)
         sequence = np.where(split, whole, c["tensor_y"] == 1)
-        found: Mask = zero & sequence & self._method(c, tensor)
+        found: Mask = zero & sequence & self._method(c, tensor) & ((c["paired"] == 1) | self._pairs(c, tensor))
         return found
+
+    def _pairs(self, c: Columns, tensor: Array) -> Mask:
+        """Whether micro-batches may run in pairs (`cost_model.pipeline.in_pairs`), so that not to is another choice."""
+        rounds = self.batch / (c["replicate"] * c["shard"] * c["micro"])
+        sends = (tensor > 1) | (c["expert"] > 1)
+        found: Mask = sends & (c["pipeline"] == 1) & (rounds % 2 == 0)
+        return found & bool(self.question.profile.ordered)
 
     def _method(self, c: Columns, tensor: Array) -> Mask:
         context, method = c["context"], c["method"]
@@ -328,7 +335,7 @@ class StrategySpace:
         points = self.kept_counts(rows)
         names = ("shard", "replicate", "context", "tensor_x", "tensor_y", "pipeline")
         for level, of in (
-            (self.splits, names),
+            (self.splits, (*names, "expert", "micro")),
             (self.orders, names),
             (self.schedules, ("pipeline", "data", "dual")),
         ):

@@ -101,6 +101,9 @@ class Table:
     """1: what is not split over tensor is split by tokens (arXiv 2205.05198, section 4.2)."""
     micro: Array
     """Sequences of a micro-batch on a rank."""
+    paired: Array
+    """1: where the order of collectives is searched, micro-batches run in pairs, if there is memory for two
+    (`pipeline.in_pairs`)."""
     recompute: Array
     """Code in RECOMPUTE."""
     recomputed: Array
@@ -215,6 +218,7 @@ SPREAD: Mapping[str, float] = {
     "zero": 0,
     "sequence_parallel": 0,
     "micro": 1,
+    "paired": 1,
     "recompute": 0,
     "recomputed": 1,
     "schedule": 0,

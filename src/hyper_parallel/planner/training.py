@@ -5,24 +5,23 @@ detail the best strategies, and why the first one wins.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from hyper_parallel.planner import format
 from hyper_parallel.planner.answer import Answer, OutputFile, Page
 from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.error_interval import Support, support
-from hyper_parallel.planner.metrics import APART, Figures, disagreement
+from hyper_parallel.planner.metrics import APART, DIFFER, Figures, disagreement
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.search import PRUNED
+from hyper_parallel.planner.run_file import figures_line
 from hyper_parallel.planner.solve import Solved
 from hyper_parallel.report.sheets import NONE, Fact, Sheet
 from hyper_parallel.units import format_bytes, format_count, format_duration
 
 WORD = "estimated"
-
-DIFFER = 0.05
-"""A share of a step beyond which estimate and prediction are said to differ."""
+SIMULATED = "simulated"
 
 
 def answer_of(
@@ -31,7 +30,11 @@ def answer_of(
     """The answer to a question that was solved. `asked`: the question before it was narrowed (`refine`); the
     page draws its cost of memory. `say` is called with what the page takes time for.
     """
-    best, question = solved.best[0], solved.question
+    best, question = solved.shown, solved.question
+    found = solved.prediction
+    word, fits = (WORD, "it fits") if found is None else (SIMULATED, "it fits")
+    if found is not None and found.fits is False:
+        fits = "ITS PEAK DOES NOT FIT"
     shape = question.workload.shape
     rests_on = support(best.row)
     tied, ties = _ties(solved)
@@ -40,24 +43,27 @@ def answer_of(
     name = question.cluster.title
     where = name if name.endswith(f"x{question.devices}") else f"{question.devices:,} devices of {name}"
     # Few published runs are of this kind, or none: the details say of what.
-    wide = "" if rests_on.wider == 1.0 else ", widened"
-    write = "--out run.yaml" if question.runnable else "--runnable --out run.yaml"
+    wide = ", widened" if rests_on.wider != 1.0 and found is None else ""
 
     def drawn() -> Page:
         from hyper_parallel.planner.page import front, page_of
 
         say("what memory costs in time")
-        whole = asked or question
+        whole = replace(asked or question, profile=question.profile)
         return page_of(answer, solved, front(whole, constants_for(whole.profile, whole.cluster)))
 
     def file() -> OutputFile:
         chosen = solved.files[solved.chosen]
-        return OutputFile(chosen.text, chosen.notes, "train")
+        text = chosen.text
+        if solved.prediction is not None:
+            estimated = figures_line(solved.best[solved.chosen])
+            text = text.replace(estimated, figures_line(best, SIMULATED.capitalize()))
+        return OutputFile(text, chosen.notes, "train")
 
     answer = Answer(
         word=WORD,
-        verdict=f"{WORD}: run {shape.title} on {where} with {format.axes(best.strategy)}: "
-        f"{format_duration(best.seconds)} a step; it fits.",
+        verdict=f"{word}: run {shape.title} on {where} with {format.axes(best.strategy)}: "
+        f"{format_duration(best.seconds)} a step; {fits}.",
         lines=[
             ("settings", format.settings(best.strategy)),
             (
@@ -75,7 +81,7 @@ def answer_of(
             ("limit", solved.why.limit),
             *_compared(solved),
             *_simulated(solved),
-            ("next", f"{write} (a file for train), --details (why)"),
+            ("next", "--out run.yaml (a file for train), --details (why)"),
         ],
         heading=_heading(solved),
         facts=[*_facts(best), *run_facts],
@@ -263,24 +269,27 @@ def _compared(solved: Solved) -> list[tuple[str, str]]:
 
 
 def _simulated(solved: Solved) -> list[tuple[str, str]]:
-    """What the simulator says of what is written."""
+    """What the estimate is of what was simulated, or why nothing was."""
     if not solved.simulated:
         return []
     found, best = solved.simulated[solved.chosen], solved.best[solved.chosen]
-    which = f"strategy {solved.chosen + 1} of --details" if solved.chosen else "this strategy"
     if found.seconds is None or found.peak is None:
-        return [("predicted", f"{which}: {found.reason}")]
-    fits = "it fits" if found.fits is not False else "IT DOES NOT FIT"
-    apart = format.signed(found.seconds / best.seconds - 1)
-    step = f"{format_duration(found.seconds)} ({apart} to its estimate)"
-    return [("predicted", f"{which}, simulated: {step}, {format_bytes(found.peak)}, {fits}")]
+        return [("simulated", found.reason)]
+    apart = format.signed(best.seconds / found.seconds - 1)
+    line = f"{format_duration(best.seconds)} ({apart}), {format_bytes(best.peak)} by the closed forms"
+    if abs(best.seconds / found.seconds - 1) > DIFFER and (
+        differs := disagreement(found.parts, best.parts, DIFFER)
+    ):
+        line += f"; the difference is {differs}"
+    return [("estimate", line)]
 
 
 def _data(solved: Solved, rests_on: Support) -> dict[str, Any]:
     """The same as plain data. Times are seconds, memory is bytes; all are estimated."""
     question, work, found = solved.question, solved.question.workload, solved.found
     return {
-        "estimated": True,
+        "estimated": solved.prediction is None,
+        "answer": solved.shown.to_json(),
         "model": work.shape.name,
         "parameters": work.shape.parameters,
         "active_parameters": work.shape.active_parameters,

@@ -28,7 +28,7 @@ from hyper_parallel.planner.columns import CONTEXT_METHODS, SCHEDULES
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.dims import attending, blocks, element_bytes, expert_width, mixing
 from hyper_parallel.planner.cost_model.operators import Ranks
-from hyper_parallel.planner.cost_model.pipeline import micro_batches
+from hyper_parallel.planner.cost_model.pipeline import in_pairs
 from hyper_parallel.planner.table import Array, Table
 
 RING = CONTEXT_METHODS.index("ring")
@@ -168,10 +168,9 @@ def copies(t: Table, ranks: Ranks) -> tuple[tuple[Array, Array], tuple[Array, Ar
 
 
 def paired(t: Table, k: Constants) -> Array:
-    """1 where exchanges are ordered beside the other micro-batch of a pair: without a pipeline, and with an even number
-    of micro-batches. Nowhere on machines on which collectives and products take turns."""
-    pairs = (t.pipeline <= 1) & (micro_batches(t) % 2 == 0)
-    return np.where(pairs, t.ordered * float(k.beside < 1.0), 0.0)
+    """1 where exchanges are ordered beside the other micro-batch of a pair. Nowhere on machines on which collectives and
+    products take turns."""
+    return np.where(in_pairs(t), float(k.beside < 1.0), 0.0)
 
 
 def exchanged_experts(t: Table, k: Constants, ranks: Ranks, tokens: Array, compute: Array) -> Array:

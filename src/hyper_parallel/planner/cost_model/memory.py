@@ -54,7 +54,7 @@ from hyper_parallel.planner.cost_model.dims import (
     mixing_parameters,
     product_bytes,
 )
-from hyper_parallel.planner.cost_model.pipeline import Stage, placed, stages
+from hyper_parallel.planner.cost_model.pipeline import Stage, in_pairs, placed, stages
 from hyper_parallel.planner.table import Array, Table, sum_of
 
 HOST_PART = 0.8
@@ -160,7 +160,8 @@ def _counted(t: Table, stage: Stage, held: _Held, per_token: SavedActivations) -
     kinds = _state(t, stage, held)
     for kind in ("parameters", "gradients"):
         kinds[kind] = kinds[kind] * (1 - t.weights_on_host)
-    kinds["activations"] = stage.waiting * tokens * each * (1 - t.activations_on_host)
+    at_once = stage.waiting * np.where(in_pairs(t), 2.0, 1.0)
+    kinds["activations"] = at_once * tokens * each * (1 - t.activations_on_host)
     columns = t.vocabulary / ranks
     logits = stage.head * (1 + t.prediction_modules) * _positions(t, tokens, columns) * columns
     logits = logits * t.logit_bytes * element_bytes(t) / 2

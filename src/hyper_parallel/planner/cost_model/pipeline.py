@@ -39,6 +39,14 @@ def micro_batches(t: Table) -> Array:
     return np.maximum(np.round(t.batch / (t.replicate * t.shard * t.micro)), 1.0)
 
 
+def in_pairs(t: Table) -> npt.NDArray[np.bool_]:
+    """Where two micro-batches run side by side, each beside the collectives of the other: without a pipeline, with an
+    even number of them, and where layers have collectives of tensor axes or of experts."""
+    sends = (t.tensor_x * t.tensor_y > 1) | (t.expert * t.expert_tensor > 1)
+    pairs = (t.ordered > 0) & (t.paired > 0) & sends & (t.pipeline <= 1) & (micro_batches(t) % 2 == 0)
+    return np.asarray(pairs, dtype=np.bool_)
+
+
 def pace(t: Table, layer: Array, head: Array) -> Array:
     """Seconds of the slowest stage for one micro-batch, from those of a layer and of the head."""
     p, v = t.pipeline, t.virtual
