@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,15 @@ from hyper_parallel.planner.metrics import Simulated
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
 from hyper_parallel.planner.solve import NothingFitsError
+from hyper_parallel.planner.training import answer_of
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
+
+
+@pytest.fixture(autouse=True)
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed forms alone."""
+    monkeypatch.setattr(refine, "engine_profile", lambda question, *_: question.profile)
 
 
 def _question(**options: Any) -> Question:
@@ -55,3 +63,20 @@ def test_what_never_fits_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_questions_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _simulated(monkeypatch, False)
     assert refine.solved(_question(), 1, lambda _: None).simulated[0].fits is False and len(asked) == 1
+
+
+def test_others_are_simulated_while_one_may_be_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first takes twice its estimate, so that the second may be quicker; after that none is."""
+    asked: list[PlannedRunFile] = []
+
+    def refined(files: Sequence[PlannedRunFile], *_: object) -> list[Simulated]:
+        asked.extend(files)
+        return [Simulated((100.0, 1.0)[len(asked) - 1], True, 50.0 * 2**30)]
+
+    monkeypatch.setattr(refine, "refine", refined)
+    found = refine.solved(replace(_question(runnable=True), top=5), 3, lambda _: None)
+    assert len(asked) == 2 and found.chosen == 1
+    shown = found.shown
+    assert shown.seconds == 1.0 and shown.peak == 50.0 * 2**30
+    assert shown.between[0] < 1.0 < shown.between[1]
+    assert "Simulated: a step in 1.00 s" in answer_of(found).file().text  # type: ignore[misc]

@@ -104,7 +104,7 @@ def test_stages_may_be_uneven_and_schedules_have_their_conditions() -> None:
 
 def test_methods_have_their_conditions() -> None:
     def methods(**columns: float) -> set[str]:
-        return {CONTEXT_METHODS[int(method)] for _, _, method in _options(question(), "splits", **columns)}
+        return {CONTEXT_METHODS[int(method)] for _, _, method, _ in _options(question(), "splits", **columns)}
 
     assert methods() == {"ring"}
     # 16 query heads, 4 of keys: a hybrid splits over some of 8 ranks by heads, Ulysses over all.
@@ -114,11 +114,11 @@ def test_methods_have_their_conditions() -> None:
 
 
 def test_what_has_no_ranks_has_one_name() -> None:
-    assert _options(question(), "splits") == [(0, 0, 0)]
-    assert {zero for zero, _, _ in _options(question(), "splits", shard=2)} == {1, 2, 3}
-    assert {zero for zero, _, _ in _options(question(), "splits", context=2)} == {1, 2, 3}
-    assert {sequence for _, sequence, _ in _options(question(), "splits", tensor_x=2)} == {0, 1}
-    assert {sequence for _, sequence, _ in _options(question(), "splits", tensor_x=2, tensor_y=2)} == {1}
+    assert _options(question(), "splits") == [(0, 0, 0, 1)]
+    assert {zero for zero, *_ in _options(question(), "splits", shard=2)} == {1, 2, 3}
+    assert {zero for zero, *_ in _options(question(), "splits", context=2)} == {1, 2, 3}
+    assert {sequence for _, sequence, *_ in _options(question(), "splits", tensor_x=2)} == {0, 1}
+    assert {sequence for _, sequence, *_ in _options(question(), "splits", tensor_x=2, tensor_y=2)} == {1}
 
 
 def test_orders_count_where_they_differ() -> None:

@@ -11,13 +11,13 @@ of the profile (`Profile.products_ratio` and those below it), by which the searc
 | elementwise | how the seconds of the layers' other operators grow with the tokens |
 | weight traffic | what they take at no tokens: casts and copies of gathered weights and of gradients |
 | head | seconds of everything in the loss |
-| saved | how the activations at the peak grow with the tokens |
+| saved | how the bytes grow with the tokens that the forward pass leaves for the backward pass |
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from hyper_parallel.planner.metrics import Figures, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import planned_run_file
 from hyper_parallel.planner.table import Table
-from hyper_parallel.simulator import simulate
+from hyper_parallel.trace import Op
 
 RANKS = 8
 """Of the captured step, at most."""
@@ -58,7 +58,7 @@ class _Measured:
     head: float
     """Seconds of the loss."""
     activations: float
-    """Bytes at the peak."""
+    """Bytes that the forward pass leaves for the backward pass."""
 
 
 def engine_profile(
@@ -139,7 +139,19 @@ def _priced(run: RunConfig, cluster: Cluster) -> _Measured:
             continue
         kind = op.work.kind if op.work.kind in ("matmul", "attention") else "other"
         seconds["head" if op.phase == "loss" else kind] += cluster.device.seconds(op.work)
-    peak = simulate(trace, cluster).peak.by_kind
     return _Measured(
-        seconds["matmul"], seconds["attention"], seconds["other"], seconds["head"], float(peak["activation"])
+        seconds["matmul"], seconds["attention"], seconds["other"], seconds["head"], _saved(trace.ops["all"])
     )
+
+
+def _saved(ops: Sequence[Op]) -> float:
+    """Bytes that the layers' forward pass of the first micro-batch leaves for its backward pass."""
+    alive: dict[int, int] = {}
+    for op in ops:
+        if op.phase == "backward":
+            break
+        if op.phase == "forward":
+            alive |= {held.storage: held.bytes for held in op.allocates if held.kind == "activation"}
+        for storage in op.frees:
+            alive.pop(storage, None)
+    return float(sum(alive.values()))

@@ -277,7 +277,7 @@ def disagreement(
     step, other = sum(simulated.values()), sum(estimated.values())
     if abs(step - other) <= apart * other:
         return None
-    ours, theirs = _classes(simulated), closed_classes(estimated)
+    ours, theirs = simulated_classes(simulated), closed_classes(estimated)
     sign = 1.0 if step > other else -1.0
     most = max({*ours, *theirs}, key=lambda name: (sign * (ours[name] - theirs[name]), name))
     return Disagreement(_named(most, simulated), ours[most], theirs[most])
@@ -295,7 +295,8 @@ def closed_classes(parts: Mapping[str, float]) -> defaultdict[str, float]:
     return found
 
 
-def _classes(parts: Mapping[str, float]) -> defaultdict[str, float]:
+def simulated_classes(parts: Mapping[str, float]) -> defaultdict[str, float]:
+    """Seconds of a simulated step by class."""
     found: defaultdict[str, float] = defaultdict(float)
     for name, seconds in parts.items():
         found[_class(name)] += seconds

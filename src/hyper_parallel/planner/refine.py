@@ -18,6 +18,7 @@ from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate import predict_run
+from hyper_parallel.estimate.few_layers import predict_few_layers
 from hyper_parallel.estimate.predict import AboveLimit
 from hyper_parallel.graph.capture_overrides import collect_between, uncollected
 from hyper_parallel.planner import format
@@ -177,8 +178,14 @@ def _simulated(
 ) -> Simulated:
     try:
         run = config.from_dict(file.data, source="the planned file")
-        world = run.effective_strategy.axes.world
-        return Simulated.of(predict_run(run, cluster.for_workers(world), limit=limit, progress=progress))
+        machine = cluster.for_workers(run.effective_strategy.axes.world)
+        few = predict_few_layers(run, machine, limit, progress)
+        if few is not None and few.seconds is None:
+            raise AboveLimit(int(few.peak), limit or 0.0)
+        if few is not None:
+            reason = "from steps of few of its layers"
+            return Simulated(few.seconds, few.fits, few.peak, reason, few.parts, few.mfu)
+        return Simulated.of(predict_run(run, machine, limit=limit, progress=progress))
     except AboveLimit as error:
         reason = "holds more than a device has in the order of the model's code; it was not simulated"
         return Simulated(None, fits=False, peak=error.peak, reason=reason)

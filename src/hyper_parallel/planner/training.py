@@ -277,6 +277,8 @@ def _simulated(solved: Solved) -> list[tuple[str, str]]:
         return [("simulated", found.reason)]
     apart = format.signed(best.seconds / found.seconds - 1)
     line = f"{format_duration(best.seconds)} ({apart}), {format_bytes(best.peak)} by the closed forms"
+    if found.reason:
+        line += f"; simulated {found.reason}"
     if abs(best.seconds / found.seconds - 1) > DIFFER and (
         differs := disagreement(found.parts, best.parts, DIFFER)
     ):

@@ -206,6 +206,9 @@ def _state(t: Table, stage: Stage, held: _Held) -> dict[str, Array]:
     gathered = np.where((t.fused >= 1) & (t.zero < 2), size * shapes, 0.0)
     gathered = np.where(t.zero == 2, t.gradient_bytes * layer, gathered)
     gathered = np.where(t.zero >= 3, 3 * size * layer, gathered)
+    # A stage's task makes all of its gradients before it adds them up.
+    own = (t.ordered > 0) & (t.pipeline > 1) & (t.zero < 3)
+    gathered = np.where(own, gathered + element_bytes(t) * (plain + spread), gathered)
     whole = np.where((t.zero >= 2) & (share <= 1), 0.0, gathered)
     # Copies in fewer bits are of linear layers; where weights are split for good, of the layer at work.
     copied = copy_bytes(t) * (dense * held.dense + with_experts * (held.besides + held.experts))

@@ -124,9 +124,16 @@ class RankGroup:
     @classmethod
     def of(cls, t: Table, k: Constants, ranks: Array, inside: Array) -> RankGroup:
         """`ranks` ranks, `inside` ranks from one to the next."""
-        node = np.clip(t.node / inside, 1, ranks)
-        supernode = np.clip(t.supernode / (inside * node), 1, ranks / node)
-        network = ranks / (node * supernode)
+        return cls.over(t, k, (ranks, inside))
+
+    @classmethod
+    def over(cls, t: Table, k: Constants, *axes: tuple[Array, Array]) -> RankGroup:
+        """The ranks of several axes together, each with `ranks` and `inside`; other axes may lie between them."""
+        node, supernode, network = np.ones(1), np.ones(1), np.ones(1)
+        for ranks, inside in axes:
+            here = np.clip(t.node / inside, 1, ranks)
+            there = np.clip(t.supernode / (inside * here), 1, ranks / here)
+            node, supernode, network = node * here, supernode * there, network * (ranks / (here * there))
         return cls(
             node,
             supernode,
@@ -252,8 +259,8 @@ class Ranks:
 
     @cached_property
     def reducing(self) -> RankGroup:
-        """Ranks that reduce the same gradients, experts' apart: data and context, from the inner one outwards."""
-        return RankGroup.of(self.t, self.k, self.same, self._before_tokens)
+        """Ranks that reduce the same gradients, experts' apart: data and context."""
+        return RankGroup.over(self.t, self.k, self._contexts, (self.data, self._inside("data")))
 
     @cached_property
     def reducing_experts(self) -> RankGroup:
@@ -264,22 +271,20 @@ class Ranks:
     @cached_property
     def gathering(self) -> RankGroup:
         """Ranks that share one copy of the parameters: `shard` and `context`."""
-        return RankGroup.of(self.t, self.k, self.t.shard * self.t.context, self._before_tokens)
+        return RankGroup.over(self.t, self.k, self._contexts, (self.t.shard, self._inside("data")))
 
     @cached_property
     def copies(self) -> RankGroup:
-        """Ranks that hold the same part of the parameters: `replicate`, outside of `shard` and `context`."""
-        return RankGroup.of(
-            self.t, self.k, self.t.replicate, self._before_tokens * self.t.shard * self.t.context
-        )
+        """Ranks that hold the same part of the parameters: `replicate`, outside of `shard`."""
+        return RankGroup.of(self.t, self.k, self.t.replicate, self._inside("data") * self.t.shard)
 
     def _group(self, ranks: Array, axis: str) -> RankGroup:
         return RankGroup.of(self.t, self.k, ranks, self._inside(axis))
 
     @cached_property
-    def _before_tokens(self) -> Array:
-        """Ranks between neighbours of the inner one of data and context."""
-        return np.minimum(self._inside("context"), self._inside("data"))
+    def _contexts(self) -> tuple[Array, Array]:
+        """Ranks of `context`, and how many lie between neighbours."""
+        return self.t.context, self._inside("context")
 
     @cached_property
     def _orders(self) -> list[tuple[tuple[str, ...], npt.NDArray[np.bool_]]]:
