@@ -10,7 +10,19 @@ import pytest
 from hyper_parallel import config
 from hyper_parallel.cli.main import main
 
-ASK = ["plan", "--model", "llama-3.2-1b", "--cluster", "h100x8", "--batch", "16", "--sequence", "2k", "--simulate", "0"]
+ASK = [
+    "plan",
+    "--model",
+    "llama-3.2-1b",
+    "--cluster",
+    "h100x8",
+    "--batch",
+    "16",
+    "--sequence",
+    "2k",
+    "--simulate",
+    "0",
+]
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

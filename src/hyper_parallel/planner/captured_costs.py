@@ -1,9 +1,9 @@
 """Costs of a layer as `train` runs it, read off the captured step of the model that is asked for.
 
 The closed forms count the operators of a decoder that nobody has captured. What `train` runs is known better: its step
-is captured with few layers, with data parallelism alone and without recomputation, at two lengths of a sequence, and its
-operators are priced on the cluster as `simulate` prices them. Ratios to the closed forms of the same step are columns
-of the profile (`Profile.products_ratio` and those below it), by which the search prices every other strategy:
+is captured with few layers, with data parallelism alone and without recomputation, at two lengths of a sequence, and
+its operators are priced on the cluster as `simulate` prices them. Ratios to the closed forms of the same step are
+columns of the profile (`Profile.products_ratio` and those below it), by which the search prices every other strategy:
 
 | ratio | of |
 |---|---|
@@ -44,7 +44,8 @@ RANKS = 8
 MICRO_BATCHES = 2
 """Of the captured step, so that gradients are added up."""
 SHORTEST = 256
-"""Tokens of the shorter sequence, at least; below twice as many one length is captured, and taken to have no traffic."""
+"""Tokens of the shorter sequence, at least; below twice as many one length is captured, and taken to have no
+traffic."""
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ class Profile:
     """Logits of a rank that the loss has at once, at most, of a power of two of positions; 0: all of a micro-batch."""
     narrow_copies: float = 0.0
     """1: where ZeRO splits less than the parameters, a rank has its part of them in `weight_bytes`, and whole copies in
-    the bytes that a weight is computed in. The loss keeps two gradients of the head's weight while its chunks add up."""
+    the bytes that a weight is computed in. The loss has two gradients of the head's weight while its chunks add up."""
     products_ratio: float = 1.0
     """Seconds of products of layers to those of the closed forms. This and what follows is read off captured steps of
     the model that is asked for (`planner.captured_costs`)."""
@@ -316,8 +316,8 @@ class Profile:
     saved_ratio: float = 1.0
     """Bytes that a layer keeps of a token to those of the closed forms."""
     weight_traffic: float = 0.0
-    """Bytes that a rank reads and writes of each weight in a micro-batch beside its products, where parameters are split
-    for good: casts and copies of what is gathered, and of gradients."""
+    """Bytes that a rank reads and writes of each weight in a micro-batch beside its products, where parameters are
+    split for good: casts and copies of what is gathered, and of gradients."""
     regathers: float = 1.0
     """A product whose input is split by tokens keeps its part, and gathers it again for its gradient; a half says that
     it is not known."""

@@ -100,9 +100,7 @@ def _on_host(question: Question, found: Solved) -> list[str]:
     if not moved or not moved[0].on_host or moved[0].seconds > PAYS * found.best[0].seconds:
         return []
     less = 1 - moved[0].seconds / found.best[0].seconds
-    kinds = " ".join(
-        f"--fix {name}={moved[0].strategy[name]}" for name in ON_HOST if moved[0].strategy[name]
-    )
+    kinds = " ".join(f"--fix {name}={moved[0].strategy[name]}" for name in ON_HOST if moved[0].strategy[name])
     return [
         f"with {format.axes(moved[0].strategy)} ({format.settings(moved[0].strategy)}) a step is estimated to take "
         f"{less:.0%} less; {kinds} plans that, and simulates it within a budget, which takes minutes"

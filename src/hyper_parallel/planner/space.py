@@ -169,7 +169,9 @@ class StrategySpace:
         split = c["sequence_parallel"] == 1
         whole = (tensor > 1) & (tokens % tensor == 0)
         sequence = np.where(split, whole, c["tensor_y"] == 1)
-        found: Mask = zero & sequence & self._method(c, tensor) & ((c["paired"] == 1) | self._pairs(c, tensor))
+        found: Mask = (
+            zero & sequence & self._method(c, tensor) & ((c["paired"] == 1) | self._pairs(c, tensor))
+        )
         return found
 
     def _pairs(self, c: Columns, tensor: Array) -> Mask:

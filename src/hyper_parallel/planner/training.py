@@ -14,8 +14,8 @@ from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.error_interval import Support, support
 from hyper_parallel.planner.metrics import APART, DIFFER, Figures, disagreement
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import PRUNED
 from hyper_parallel.planner.run_file import figures_line
+from hyper_parallel.planner.search import PRUNED
 from hyper_parallel.planner.solve import Solved
 from hyper_parallel.report.sheets import NONE, Fact, Sheet
 from hyper_parallel.units import format_bytes, format_count, format_duration

@@ -168,8 +168,8 @@ def copies(t: Table, ranks: Ranks) -> tuple[tuple[Array, Array], tuple[Array, Ar
 
 
 def paired(t: Table, k: Constants) -> Array:
-    """1 where exchanges are ordered beside the other micro-batch of a pair. Nowhere on machines on which collectives and
-    products take turns."""
+    """1 where exchanges are ordered beside the other micro-batch of a pair. Nowhere on machines on which collectives
+    and products take turns."""
     return np.where(in_pairs(t), float(k.beside < 1.0), 0.0)
 
 

@@ -346,7 +346,9 @@ def saved_activations(t: Table) -> SavedActivations:
 
     routed_after = np.where(t.experts > 0, after(routed), 0.0)
     largest = np.where(t.experts > 0, np.maximum(routed, np.where(t.dense_layers > 0, dense, 0.0)), dense)
-    return SavedActivations(after(dense), routed_after, np.where(whole > 0, t.saved_ratio * (largest + scores), 0.0))
+    return SavedActivations(
+        after(dense), routed_after, np.where(whole > 0, t.saved_ratio * (largest + scores), 0.0)
+    )
 
 
 def _attention(t: Table, ranks: Array) -> Array:
