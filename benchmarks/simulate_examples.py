@@ -31,7 +31,7 @@ EXAMPLES = {
     "examples/deepseek-v3.yaml": "cloudmatrix384x2048",
 }
 """File to the cluster that it is simulated on."""
-_PLAN = ("--sequence", "4096", "--runnable", "--refine", "1")
+_PLAN = ("--sequence", "4096", "--simulate", "1")
 PLANS = {
     "DeepSeek-V3 on 512 H100": ("--model", "deepseek-v3", "--cluster", "h100x512", "--batch", "2048", *_PLAN),
     "Kimi-K2 on 384 910C": ("--model", "kimi-k2", "--cluster", "910cx768", "--batch", "3072", *_PLAN),

@@ -24,7 +24,7 @@ TINY = (
 
 def test_a_plan_says_how_many_tie_and_its_file_is_accepted(newcomer: Person) -> None:
     shown = newcomer.types(
-        "hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 256 --runnable --out run.yaml"
+        "hyper-parallel plan --model llama-3-8b --cluster h100x64 --batch 256 --out run.yaml"
     )
     assert re.search(r"ties +\d+ sets? of axes within 2%", shown)
     written = yaml12.parse((newcomer.folder / "run.yaml").read_text(), "run.yaml")
