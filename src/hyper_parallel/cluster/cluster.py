@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AliasChoices, Field
 
 from hyper_parallel.cluster.collective_cost import BY_LEVELS, Leg, TokenDispatch, form, legs
 from hyper_parallel.cluster.device import CollectiveTable, CopyTable, Device, Link, Shared, Tier
@@ -58,8 +61,11 @@ class Cluster:
     source: str = ""
     """The source of the numbers, in a sentence."""
     name: str = ""
-    ranks: Count | None = None
-    """Total number of devices; None if open."""
+    ranks: Annotated[
+        Annotated[int, Field(ge=1, strict=True)] | None,
+        Field(validation_alias=AliasChoices("devices", "ranks")),
+    ] = field(default=None, metadata={"key": "devices"})
+    """Total number of devices; None if open. A file has it as `devices`; `ranks` is read too."""
     collectives: tuple[CollectiveTable, ...] = ()
     """Measured collectives, which take precedence over the closed forms."""
     copies: tuple[CopyTable, ...] = ()
@@ -96,9 +102,9 @@ class Cluster:
 
         Raises ConfigError for an unknown name, with the nearest one.
         """
-        from hyper_parallel.cluster.presets.names import name_and_ranks
+        from hyper_parallel.cluster.presets.names import is_file, name_and_ranks
 
-        if name.endswith((".yaml", ".yml")) or Path(name).is_file():
+        if is_file(name):
             return cls.load(name)
         machine, ranks = name_and_ranks(name)
         preset = cls.preset(machine)

@@ -5,7 +5,7 @@ sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -69,7 +69,13 @@ def _unknown(kind: Any, value: Any, place: tuple[str, ...]) -> list[str]:
     found = []
     if is_dataclass(kind) and isinstance(value, Mapping):
         hints = get_type_hints(kind)
-        known = [field.name for field in fields(kind)]
+        known = [_key(field) for field in fields(kind)]
+        hints |= {_key(field): hints[field.name] for field in fields(kind)}
+        found += [
+            f"{_key(field)} and {field.name} are the same number; keep {_key(field)}"
+            for field in fields(kind)
+            if _key(field) != field.name and {_key(field), field.name} <= value.keys()
+        ]
         for key, inner in value.items():
             if key in hints:
                 found += _unknown(hints[key], inner, (*place, str(key)))
@@ -91,6 +97,11 @@ def _unknown(kind: Any, value: Any, place: tuple[str, ...]) -> list[str]:
     return found
 
 
+def _key(field: Field[Any]) -> str:
+    """The key of a dataclass's field in a file."""
+    return str(field.metadata.get("key", field.name))
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         plain = {}
@@ -98,7 +109,7 @@ def _plain(value: Any) -> Any:
             inner = getattr(value, field.name)
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             if inner != default:
-                plain[field.name] = _plain(inner)
+                plain[_key(field)] = _plain(inner)
         return plain
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}

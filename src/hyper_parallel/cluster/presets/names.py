@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from hyper_parallel.cluster.files import Tree
 from hyper_parallel.cluster.presets import amd, ascend, intel, nvidia, pcie
@@ -36,6 +37,22 @@ def preset(name: str) -> Tree:
             "devices as in h100x2048, and files that end in .yaml"
         )
     return _PRESETS[known]()
+
+
+def is_file(name: str) -> bool:
+    """Whether a cluster's name is the path of a file."""
+    return name.endswith((".yaml", ".yml")) or Path(name).is_file()
+
+
+def with_devices(name: str, count: int) -> str:
+    """How to name a cluster with `count` devices, for the end of an error.
+
+    >>> with_devices("h100x8", 16), with_devices("mine.yaml", 16)
+    ('name h100x16', 'write devices: 16 into mine.yaml')
+    """
+    return (
+        f"write devices: {count} into {name}" if is_file(name) else f"name {name_and_ranks(name)[0]}x{count}"
+    )
 
 
 def name_and_ranks(name: str) -> tuple[str, int | None]:
