@@ -60,7 +60,7 @@ def build(kind: type[Kind], tree: Mapping[str, Any], where: str) -> Kind:
 
 def text(cluster: Any) -> str:
     """Return the YAML of a cluster; fields at their default are left out."""
-    tree = {"version": VERSION, **_plain(cluster)}
+    tree = {"version": VERSION, **plain(cluster)}
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
@@ -102,19 +102,20 @@ def _key(field: Field[Any]) -> str:
     return str(field.metadata.get("key", field.name))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A cluster, or a part of one, as plain data under the keys of its file; fields at their default are left out."""
     if is_dataclass(value):
-        plain = {}
+        tree = {}
         for field in fields(value):
             inner = getattr(value, field.name)
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             if inner != default:
-                plain[_key(field)] = _plain(inner)
-        return plain
+                tree[_key(field)] = plain(inner)
+        return tree
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return value
 
 

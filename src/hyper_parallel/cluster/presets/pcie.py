@@ -33,6 +33,7 @@ _MEASURED_P2P = (
     "all-reduce of eight RTX PRO 6000 attached to two processors, 37.6 of 63 GB/s (voipmonitor/rtx6kpro, "
     "hardware/pcie-bandwidth.md)"
 )
+_SUMS = ": sums in float32"
 _FLOPS_BENCH = "xzwgit/gpu-flops-bench @14a1e5e"
 _DDR4 = estimate(4.1e11, "two processors with eight channels of DDR4-3200, all of them at their rate")
 _DDR5 = estimate(6.1e11, "two processors with eight channels of DDR5-4800, all of them at their rate")
@@ -57,10 +58,12 @@ class _Card:
     """The best share of the peak that products reach."""
 
     def facts(self) -> Facts:
-        eighth = {"device.matrix.float8_e4m3fn": known(self.eighth, self.source)} if self.eighth else {}
+        eighth = (
+            {"device.matrix.float8_e4m3fn": known(self.eighth, self.source + _SUMS)} if self.eighth else {}
+        )
         return {
             "device.matrix.float32": known(self.single, self.source),
-            "device.matrix.bfloat16": known(self.half, self.source),
+            "device.matrix.bfloat16": known(self.half, self.source + _SUMS),
             **eighth,
             "device.vector.float32": known(self.single, self.source),
             "device.vector.bfloat16": known(self.single, self.source + ": halves at the float32 rate"),
@@ -110,7 +113,7 @@ _CLOUD_HOST = 768 * 2.0**30
 def rtx4090() -> Tree:
     """Eight RTX 4090 in a server of two processors."""
     best = _best(1.0, f"{_CLOCK}: 179.2 TFLOP/s measured of 165.2 ({_FLOPS_BENCH})")
-    card = _Card(_ADA + ", sums in float32", 82.6e12, 165.2e12, 330.3e12, 24e9, 1.008e12, best)
+    card = _Card(_ADA, 82.6e12, 165.2e12, 330.3e12, 24e9, 1.008e12, best)
     machine = _machine(_SLOTS, known(31.5e9, PCIE4), _OVER_HOST, _OWN_NETWORK, _OWN_HOST, _DDR4)
     return cluster_tree("rtx4090", "NVIDIA GeForce RTX 4090", "eight RTX 4090", {**machine, **card.facts()})
 
@@ -118,12 +121,11 @@ def rtx4090() -> Tree:
 def rtx5090() -> Tree:
     """Eight RTX 5090 in a server of two processors."""
     best = _best(1.0, f"{_CLOCK}: 254.0 TFLOP/s measured of 209.5 ({_FLOPS_BENCH})")
-    source = _BLACKWELL + ", sums in float32"
-    card = _Card(source, 104.8e12, 209.5e12, 419e12, 32e9, 1.792e12, best)
+    card = _Card(_BLACKWELL, 104.8e12, 209.5e12, 419e12, 32e9, 1.792e12, best)
     facts = {
         **_machine(_SLOTS, known(63e9, PCIE5), known(0.56, _RTX5090), _OWN_NETWORK, _OWN_HOST, _DDR5),
         **card.facts(),
-        "device.matrix.float4_e2m1fn_x2": known(1676e12, source),
+        "device.matrix.float4_e2m1fn_x2": known(1676e12, _BLACKWELL + _SUMS),
     }
     return cluster_tree("rtx5090", "NVIDIA GeForce RTX 5090", "eight RTX 5090", facts)
 
