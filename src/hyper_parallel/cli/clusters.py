@@ -164,15 +164,15 @@ def _value(path: str, value: Any) -> str:
     *folders, leaf = path.split(".")
     if isinstance(value, list):
         tables = [table for table in value if isinstance(table, dict)]
-        shown = dict.fromkeys(
+        best = dict.fromkeys(
             f"{len(table['points'])} points" if "points" in table else f"best {table.get('best', 1.0):g}"
             for table in tables
         )
         if not tables:
             return f"{len(value)} points"
-        return ", ".join(shown) if len(shown) <= 2 else f"{len(tables)} tables"
+        return ", ".join(best) if len(best) <= 2 else f"{len(tables)} tables"
     if isinstance(value, int):
-        return str(value)
+        return str(value).lower()
     if folders and folders[-1] in ("matrix", "vector"):
         return f"{value / 1e12:g} TFLOP/s"
     for words, unit, shown in _UNITS:

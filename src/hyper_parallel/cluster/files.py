@@ -49,6 +49,8 @@ def build(kind: type[Kind], tree: Mapping[str, Any], where: str) -> Kind:
         details = {detail["loc"]: detail for detail in error.errors()}
         problems += [
             f"{where}: {'.'.join(map(str, place))}: {detail['msg']} (got {str(detail['input'])[:60]})"
+            if place
+            else f"{where}: {detail['msg'].removeprefix('Value error, ')}"
             for place, detail in details.items()
             if detail["type"] != "unexpected_keyword_argument"
         ]

@@ -41,6 +41,8 @@ _DDR5 = estimate(6.1e11, "two processors with eight channels of DDR5-4800, all o
 _RTX5090 = "all-reduce of four RTX 5090 through the host's memory, 35 of 63 GB/s (issue 1639 of NVIDIA's collectives)"
 _OVER_HOST = estimate(0.56, _RTX5090)
 _DIRECT = estimate(0.6, _MEASURED_P2P)
+_GEFORCE = known(False, "an engineer of NVIDIA's collectives in their issue 1086: GeForce devices have none")
+_VIRTUAL = estimate(False, "a virtual machine's devices commonly have none")
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,21 @@ def _best(share: float, how: str) -> Fact:
 _CLOCK = "the clock rises above the one that the peak is stated for"
 
 
-def _machine(node: Fact, lanes: Fact, between: Fact, network: Fact, host: Fact, memory: Fact) -> Facts:
-    """Cards in slots of 16 lanes. `between`: the share of a slot's rate that collectives reach."""
+def _machine(
+    node: Fact,
+    lanes: Fact,
+    between: Fact,
+    network: Fact,
+    host: Fact,
+    memory: Fact,
+    direct: Fact | None = None,
+) -> Facts:
+    """Cards in slots of 16 lanes. `between`: the share of a slot's rate that collectives reach; `direct`: whether cards
+    reach each other's memory, as those do for which it is left out.
+    """
     return {
         "node": node,
+        **({"peer_to_peer": direct} if direct else {}),
         "links.node.bandwidth": lanes,
         "links.node.efficiency": between,
         "links.node.latency": known(5.7e-6, RINGS + ": a hop over PCI Express"),
@@ -114,7 +127,7 @@ def rtx4090() -> Tree:
     """Eight RTX 4090 in a server of two processors."""
     best = _best(1.0, f"{_CLOCK}: 179.2 TFLOP/s measured of 165.2 ({_FLOPS_BENCH})")
     card = _Card(_ADA, 82.6e12, 165.2e12, 330.3e12, 24e9, 1.008e12, best)
-    machine = _machine(_SLOTS, known(31.5e9, PCIE4), _OVER_HOST, _OWN_NETWORK, _OWN_HOST, _DDR4)
+    machine = _machine(_SLOTS, known(31.5e9, PCIE4), _OVER_HOST, _OWN_NETWORK, _OWN_HOST, _DDR4, _GEFORCE)
     return cluster_tree("rtx4090", "NVIDIA GeForce RTX 4090", "eight RTX 4090", {**machine, **card.facts()})
 
 
@@ -123,7 +136,9 @@ def rtx5090() -> Tree:
     best = _best(1.0, f"{_CLOCK}: 254.0 TFLOP/s measured of 209.5 ({_FLOPS_BENCH})")
     card = _Card(_BLACKWELL, 104.8e12, 209.5e12, 419e12, 32e9, 1.792e12, best)
     facts = {
-        **_machine(_SLOTS, known(63e9, PCIE5), known(0.56, _RTX5090), _OWN_NETWORK, _OWN_HOST, _DDR5),
+        **_machine(
+            _SLOTS, known(63e9, PCIE5), known(0.56, _RTX5090), _OWN_NETWORK, _OWN_HOST, _DDR5, _GEFORCE
+        ),
         **card.facts(),
         "device.matrix.float4_e2m1fn_x2": known(1676e12, _BLACKWELL + _SUMS),
     }
@@ -155,7 +170,7 @@ def l4() -> Tree:
     card = _Card(_L4, 30.3e12, 121e12, 242.5e12, 24e9, 3.0e11, best)
     network = known(1.5625e9, f"{_G6}: 100 Gb/s for eight devices")
     host = known(_CLOUD_HOST, f"{_G6}: 768 GiB")
-    machine = _machine(known(8, _G6), known(31.5e9, PCIE4), _OVER_HOST, network, host, _DDR4)
+    machine = _machine(known(8, _G6), known(31.5e9, PCIE4), _OVER_HOST, network, host, _DDR4, _VIRTUAL)
     return cluster_tree("l4", "NVIDIA L4", "eight L4", {**machine, **card.facts()})
 
 
@@ -165,7 +180,7 @@ def a10g() -> Tree:
     card = _Card(_A10G, 35e12, 70e12, 0.0, 24e9, 6.0e11, best)
     network = known(1.5625e9, f"{_G5}: 100 Gb/s for eight devices")
     host = known(_CLOUD_HOST, f"{_G5}: 768 GiB")
-    machine = _machine(known(8, _G5), known(31.5e9, PCIE4), _OVER_HOST, network, host, _DDR4)
+    machine = _machine(known(8, _G5), known(31.5e9, PCIE4), _OVER_HOST, network, host, _DDR4, _VIRTUAL)
     return cluster_tree("a10g", "NVIDIA A10G", "eight A10G", {**machine, **card.facts()})
 
 
