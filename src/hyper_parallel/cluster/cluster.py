@@ -51,13 +51,13 @@ class Cluster:
     (('network', 2), ('node', 4))
     """
 
-    root: Count | None = None
-    """Devices below one PCIe switch or root complex; None where all devices of a node reach each other alike."""
     node: Count | None = None
     """Devices in a node; None if all are in one."""
     supernode: Count | None = None
     """Devices in a supernode; None if the network joins the nodes directly."""
 
+    root: Count | None = None
+    """Devices below one PCIe switch or root complex; None where all devices of a node reach each other alike."""
     peer_to_peer: bool = True
     """Whether devices of a node reach each other's memory; else what they send passes through the host's."""
 
