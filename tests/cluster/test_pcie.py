@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.traces import Ops, times, toy, trace
 from hyper_parallel.cluster import Cluster, Link, Tier
 from hyper_parallel.cluster.cluster import THROUGH_HOST
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.planner.constants import constants_for, fitted
 from hyper_parallel.planner.framework_profiles import GENERIC, HYPER_PARALLEL
 from hyper_parallel.planner.table import of_cluster
+from hyper_parallel.simulator import simulate
 from hyper_parallel.simulator.op_costs import Costs
 from hyper_parallel.trace import Collective
 
@@ -80,6 +82,27 @@ def test_collectives_through_the_host_take_of_the_links_that_copies_take() -> No
     assert set(dict(leg.uses)) == {"link:node", "to:host"}
     [leg] = Costs(THROUGH).legs(replace(call, kind="send", ranks=(0, 8)))
     assert set(dict(leg.uses)) == {"link:network"}
+
+
+def test_a_copy_beside_a_collective_through_the_host_is_slower() -> None:
+    direct = toy()
+    direct = replace(direct, links={**direct.links, "host": Link("host", 1.0, 0.0)})
+    through = replace(direct, peer_to_peer=False)
+
+    def copied(cluster: Cluster, route: str, kind: str) -> float:
+        ops = Ops()
+        ops.send("sent", 100, (0, 1), kind=kind)
+        ops.copy("copied", 6, route)
+        return times(simulate(trace(ops), cluster))["copied"][1]
+
+    share = THROUGH_HOST / (1 / 2 + 1)
+    for route in ("device>host", "host>device"):
+        assert copied(direct, route, "all_to_all") == 6
+        # Of the link, the collective takes a share at the rate at which both go on.
+        assert copied(through, route, "all_to_all") == pytest.approx(6 * (1 + share))
+    # What is sent takes of the way to the host alone.
+    assert copied(through, "device>host", "send") == pytest.approx(6 * (1 + share))
+    assert copied(through, "host>device", "send") == 6
 
 
 ROOTS = replace(
