@@ -28,7 +28,6 @@ _L4 = "NVIDIA L4 datasheet (2023)"
 _A10G = "NVIDIA A10G datasheet for AWS (2022)"
 _G5 = "AWS, Amazon EC2 G5: g5.48xlarge"
 _G6 = "AWS, Amazon EC2 G6: g6.48xlarge"
-_G6E = "AWS, Amazon EC2 G6e: g6e.48xlarge"
 _MEASURED_P2P = (
     "all-reduce of eight RTX PRO 6000 attached to two processors, 37.6 of 63 GB/s (voipmonitor/rtx6kpro, "
     "hardware/pcie-bandwidth.md)"
@@ -155,12 +154,12 @@ def rtx6000_ada() -> Tree:
 
 
 def l40s() -> Tree:
-    """Eight L40S, as g6e.48xlarge has them."""
+    """Eight L40S in a server of two processors."""
     best = _best(0.75, "as on the RTX 6000 Ada: the clock falls at 350 W")
     card = _Card(_L40S, 91.6e12, 362.05e12, 733e12, 48e9, 8.64e11, best)
-    network = known(6.25e9, f"{_G6E}: 400 Gb/s for eight devices")
-    host = known(2 * _CLOUD_HOST, f"{_G6E}: 1536 GiB")
-    machine = _machine(known(8, _G6E), known(31.5e9, PCIE4), _DIRECT, network, host, _DDR4)
+    network = estimate(6.25e9, "400 Gb/s for eight devices, as in AWS g6e.48xlarge")
+    host = estimate(1.0e12, "a usual configuration")
+    machine = _machine(_SLOTS, known(31.5e9, PCIE4), _DIRECT, network, host, _DDR4)
     return cluster_tree("l40s", "NVIDIA L40S", "eight L40S", {**machine, **card.facts()})
 
 
