@@ -13,7 +13,7 @@ import pytest
 
 import hyper_parallel
 
-COMMANDS = ("train", "verify", "inspect", "plan", "export", "convert", "schema", "doctor")
+COMMANDS = ("train", "verify", "inspect", "plan", "clusters", "export", "convert", "schema", "doctor")
 PARTS = ("config", "strategy", "layout", "workload", "launch", "cli.main")
 HEAVY = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "datasets", "tensorboard")
 
@@ -45,7 +45,11 @@ def run(*arguments: str, script: str = PROBE) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("--version",), *((c, "--help") for c in COMMANDS), ("schema",)]
+    "arguments",
+    [
+        *(("--help",), ("--version",), ("schema",), ("clusters",), ("clusters", "l4")),
+        *((command, "--help") for command in COMMANDS),
+    ],
 )
 def test_no_heavy_import(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)

@@ -15,6 +15,13 @@ from hyper_parallel.cluster.presets import names, peak_flops
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.workload import Work
 
+SHORT = (
+    "node: 8\n"
+    "device: {name: mine, matrix: {float32: 1e12}, vector: {float32: 1e11},\n"
+    "         memory: {name: device, bytes: 1e9, read: 1e11, write: 1e11}}\n"
+    "links: {node: {level: node, bandwidth: 1e10, latency: 1e-6}}\n"
+)
+
 
 def leaves(tree: Any, path: str = "") -> Iterator[str]:
     if not isinstance(tree, dict):
@@ -91,16 +98,38 @@ def test_a_file_is_read_strictly(tmp_path: Path) -> None:
 
 def test_a_file_by_hand_may_be_short(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        "node: 8\n"
-        "device: {name: mine, matrix: {float32: 1e12}, vector: {float32: 1e11},\n"
-        "         memory: {name: device, bytes: 1e9, read: 1e11, write: 1e11}}\n"
-        "links: {node: {level: node, bandwidth: 1e10, latency: 1e-6}}\n",
-        encoding="utf-8",
-    )
+    path.write_text(SHORT, encoding="utf-8")
     cluster = Cluster.load(path)
     assert isinstance(cluster.device, Device)
     assert cluster.links == {"node": Link("node", 1e10, 1e-6)}
+
+
+def test_a_file_has_its_number_of_devices(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for key in ("devices", "ranks"):
+        path.write_text(f"{SHORT}{key}: 16\n", encoding="utf-8")
+        assert Cluster.named(str(path)).ranks == 16
+    assert "devices: 16\n" in text(Cluster.load(path))
+    assert "ranks" not in text(Cluster.load(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("devices: 0", r"mine.yaml: devices: .*greater than or equal to 1 \(got 0\)"),
+        ("devices: -4", r"mine.yaml: devices: .*greater than or equal to 1 \(got -4\)"),
+        ("devices: 1.5", r"mine.yaml: devices: .*valid integer.* \(got 1.5\)"),
+        ("devices: true", r"mine.yaml: devices: .*valid integer.* \(got True\)"),
+        ("devices: '16'", r"mine.yaml: devices: .*valid integer.* \(got 16\)"),
+        ("devices: 16\nranks: 16", r"mine.yaml: devices and ranks are the same number; keep devices"),
+        ("devcies: 16", r"mine.yaml: devcies: unknown key; did you mean 'devices'"),
+    ],
+)
+def test_a_number_of_devices_is_checked(line: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{SHORT}{line}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=problem):
+        Cluster.load(path)
 
 
 def test_mfu_and_presets_read_one_table() -> None:

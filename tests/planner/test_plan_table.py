@@ -69,10 +69,14 @@ def test_every_column_is_there_once() -> None:
         Table(**{name: 1.0 for name in COLUMNS if name != "hidden"})
 
 
+_NOT_FITTED = {*("rtx4090", "rtx5090", "rtx6000-ada", "l40s", "l4", "a10g"), *("mi300x", "mi325x", "gaudi3")}
+"""Presets of devices without published runs that constants were fitted on."""
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_preset_fills_the_machine_columns(name: str) -> None:
     columns = of_cluster(Cluster.preset(name))
-    assert (ARCHITECTURES[int(columns["architecture"])] == "other") == (name == "mi300x")
+    assert (ARCHITECTURES[int(columns["architecture"])] == "other") == (name in _NOT_FITTED)
     assert columns["peak16"] <= columns["peak8"] <= columns["peak4"]
     assert columns["node_rate"] >= columns["supernode_rate"] >= columns["network_rate"] > 0
 

@@ -74,6 +74,8 @@ _COMMANDS = {
     "search": "plan",
     "tune": "plan",
     "save": "export",
+    "machines": "clusters",
+    "presets": "clusters",
     "env": "doctor",
     "info": "doctor",
     "help": "--help",

@@ -14,6 +14,7 @@ from hyper_parallel import standard_streams
 from hyper_parallel._version import __version__
 from hyper_parallel.cli.arguments import one_line
 from hyper_parallel.cli.calibrate import calibrate
+from hyper_parallel.cli.clusters import clusters
 from hyper_parallel.cli.convert import convert
 from hyper_parallel.cli.doctor import doctor
 from hyper_parallel.cli.examples import examples
@@ -73,6 +74,7 @@ for _subcommand in (
     inspect,
     simulate,
     plan,
+    clusters,
     export,
     convert,
     examples,

@@ -88,6 +88,7 @@ def _answer(
 ) -> Answer:
     """Find the allocations; the file is `written`, or the run, with the better one."""
     from hyper_parallel.cluster import Cluster
+    from hyper_parallel.cluster.presets import with_devices
     from hyper_parallel.estimate.submodel_costs import submodel_work
     from hyper_parallel.planner import query
     from hyper_parallel.planner.answer import OutputFile
@@ -98,7 +99,9 @@ def _answer(
     machine = Cluster.named(cluster)
     count = query.whole("--devices", options["devices"]) if options["devices"] else machine.ranks
     if not count:
-        raise ConfigError(f"--cluster {cluster}: how many devices? name {cluster}x16, or add --devices 16")
+        raise ConfigError(
+            f"--cluster {cluster}: how many devices? {with_devices(cluster, 16)}, or add --devices 16"
+        )
     if machine.ranks and count > machine.ranks:
         raise ConfigError(f"--devices {count:,}: {cluster} has {machine.ranks:,}; name a larger cluster")
     work = submodel_work(run, machine, count, say)

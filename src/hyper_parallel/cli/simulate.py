@@ -197,7 +197,7 @@ def _planned(run: RunConfig, name: str, ranks: int | None, progress: Callable[[s
     if world is None:
         raise ConfigError(
             f"--cluster {name}: the strategy's axes are open, and nothing says for how many devices; add --ranks N, or "
-            "name a cluster with its number of devices as in h100x64"
+            "name a cluster with its number of devices as in h100x64 (devices: 64 in a file)"
         )
     choice = choose(run, named(name, world, "--cluster"), world, progress)
     for line in choice.lines:

@@ -1,9 +1,12 @@
-"""Cluster: the topology of ranks (nodes, supernodes), devices, memory tiers and links.
+"""Cluster: the topology of ranks (PCIe roots, nodes, supernodes), devices, memory tiers and links.
 
     copy(B) = α + B / min(β, share of source's read, of target's write)          `Cluster.copy_seconds`
     host(R, W) = (R / read + W / write) · sharing ranks / `HOST_SHARE`           `Cluster.host_seconds`
 
-`cluster.collective_cost` has the closed forms of collectives.
+`cluster.collective_cost` has the closed forms of collectives. Devices of a node that cannot reach each other's memory
+write into the host's what others read from there, all n devices of a host at once; the rate of one is
+
+    β = min(β of its link, β of its link to the host, `THROUGH_HOST` / (n (1 / read + 1 / write)))    `Cluster.link`
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AliasChoices, Field
 
 from hyper_parallel.cluster.collective_cost import BY_LEVELS, Leg, TokenDispatch, form, legs
 from hyper_parallel.cluster.device import CollectiveTable, CopyTable, Device, Link, Shared, Tier
@@ -22,6 +28,10 @@ from hyper_parallel.workload.work import Work
 
 HOST_SHARE = 0.5
 """Share of its memory bandwidth that a host reaches in an optimizer update, 0 to 1: an estimate."""
+THROUGH_HOST = 0.73
+"""Share of its memory bandwidth that a host reaches in passing on what its devices send each other, 0 to 1: eight
+devices with 28 GB/s each way on 16 channels of DDR5-4800 (all-reduce of RTX 5090, issue 1639 of NVIDIA's collectives).
+"""
 HOST_BANDWIDTH = 2e10
 """B/s that one rank's share of a host reads or writes if the cluster describes no host: an estimate, about one channel
 of DDR4.
@@ -46,6 +56,11 @@ class Cluster:
     supernode: Count | None = None
     """Devices in a supernode; None if the network joins the nodes directly."""
 
+    root: Count | None = None
+    """Devices below one PCIe switch or root complex; None where all devices of a node reach each other alike."""
+    peer_to_peer: bool = True
+    """Whether devices of a node reach each other's memory; else what they send passes through the host's."""
+
     device: Device | None = field(default=None, hash=False)
     """The device; None if only the levels are known."""
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
@@ -58,8 +73,11 @@ class Cluster:
     source: str = ""
     """The source of the numbers, in a sentence."""
     name: str = ""
-    ranks: Count | None = None
-    """Total number of devices; None if open."""
+    ranks: Annotated[
+        Annotated[int, Field(ge=1, strict=True)] | None,
+        Field(validation_alias=AliasChoices("devices", "ranks")),
+    ] = field(default=None, metadata={"key": "devices"})
+    """Total number of devices; None if open. A file has it as `devices`; `ranks` is read too."""
     collectives: tuple[CollectiveTable, ...] = ()
     """Measured collectives, which take precedence over the closed forms."""
     copies: tuple[CopyTable, ...] = ()
@@ -80,6 +98,15 @@ class Cluster:
 
     def __post_init__(self) -> None:
         assert not self.supernode or self.supernode % (self.node or 1) == 0, "whole nodes in a supernode"
+        if self.root and (not self.node or self.node % self.root):
+            raise ValueError(f"root: {self.root} devices below a root do not divide a node of {self.node}")
+        if self.root and self.supernode:
+            raise ValueError("root and supernode: nodes of a supernode have no roots; leave one out")
+        if not self.peer_to_peer and not (self.host and "host" in self.links):
+            raise ValueError(
+                "peer_to_peer: false: what devices send passes through the host's memory, which is not described; "
+                "give host and links.host"
+            )
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
@@ -96,9 +123,9 @@ class Cluster:
 
         Raises ConfigError for an unknown name, with the nearest one.
         """
-        from hyper_parallel.cluster.presets.names import name_and_ranks
+        from hyper_parallel.cluster.presets.names import is_file, name_and_ranks
 
-        if name.endswith((".yaml", ".yml")) or Path(name).is_file():
+        if is_file(name):
             return cls.load(name)
         machine, ranks = name_and_ranks(name)
         preset = cls.preset(machine)
@@ -139,11 +166,11 @@ class Cluster:
     @property
     def levels(self) -> tuple[str, ...]:
         """The cluster's levels, innermost first. The last one joins all ranks."""
-        known = tuple(level for level in LEVELS if getattr(self, level, None))
+        known = tuple(level for level in ("root", *LEVELS) if getattr(self, level, None))
         return (*known, "network") if known else ("node",)
 
     def island(self, rank: int, level: str) -> int:
-        """The index of a rank's node or supernode. The network has index 0 only."""
+        """The index of a rank's root, node or supernode. The network has index 0 only."""
         size = getattr(self, level, None)
         return rank // size if size else 0
 
@@ -229,14 +256,30 @@ class Cluster:
         return link.setup + form(leg.kind)(leg.ranks, leg.bytes, link.latency, link.reached)
 
     def link(self, level: str) -> Link:
-        """The link of a level or to a tier. Raises ConfigError if the cluster does not describe it."""
+        """The link of a level or to a tier; within a node, as fast as its host lets devices without peer-to-peer be.
+
+        Raises ConfigError if the cluster does not describe it.
+        """
         if level not in self.links:
             there = ", ".join(self.links) or "none"
             raise ConfigError(
                 f"the cluster {self.name or self.source!r} describes no link {level!r} (it has {there}); "
                 f"give links.{level} a bandwidth and a latency, or keep the ranks within the levels it describes"
             )
-        return self.links[level]
+        return self._through_host(self.links[level]) if self.passes_host(level) else self.links[level]
+
+    def passes_host(self, level: str) -> bool:
+        """Whether what devices send on a level passes through the host's memory."""
+        return not self.peer_to_peer and level in ("root", "node")
+
+    def _through_host(self, link: Link) -> Link:
+        """The link at the rate of which a device writes to the host's memory and another one reads it there.
+
+        A device sends and receives at once, over the two directions of its link to the host.
+        """
+        assert self.host is not None
+        memory = THROUGH_HOST / (self.host.ranks * (1 / self.host.read + 1 / self.host.write))
+        return replace(link, bandwidth=min(link.reached, self.links["host"].reached, memory), efficiency=1.0)
 
     def tier(self, name: str) -> Tier:
         """A memory tier: `device`, `host`, `pool` or `flash`. Raises ConfigError if the cluster has no such tier."""

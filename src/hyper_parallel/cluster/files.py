@@ -5,7 +5,7 @@ sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -49,6 +49,8 @@ def build(kind: type[Kind], tree: Mapping[str, Any], where: str) -> Kind:
         details = {detail["loc"]: detail for detail in error.errors()}
         problems += [
             f"{where}: {'.'.join(map(str, place))}: {detail['msg']} (got {str(detail['input'])[:60]})"
+            if place
+            else f"{where}: {detail['msg'].removeprefix('Value error, ')}"
             for place, detail in details.items()
             if detail["type"] != "unexpected_keyword_argument"
         ]
@@ -60,7 +62,7 @@ def build(kind: type[Kind], tree: Mapping[str, Any], where: str) -> Kind:
 
 def text(cluster: Any) -> str:
     """Return the YAML of a cluster; fields at their default are left out."""
-    tree = {"version": VERSION, **_plain(cluster)}
+    tree = {"version": VERSION, **plain(cluster)}
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
@@ -69,7 +71,13 @@ def _unknown(kind: Any, value: Any, place: tuple[str, ...]) -> list[str]:
     found = []
     if is_dataclass(kind) and isinstance(value, Mapping):
         hints = get_type_hints(kind)
-        known = [field.name for field in fields(kind)]
+        known = [_key(field) for field in fields(kind)]
+        hints |= {_key(field): hints[field.name] for field in fields(kind)}
+        found += [
+            f"{_key(field)} and {field.name} are the same number; keep {_key(field)}"
+            for field in fields(kind)
+            if _key(field) != field.name and {_key(field), field.name} <= value.keys()
+        ]
         for key, inner in value.items():
             if key in hints:
                 found += _unknown(hints[key], inner, (*place, str(key)))
@@ -91,19 +99,25 @@ def _unknown(kind: Any, value: Any, place: tuple[str, ...]) -> list[str]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _key(field: Field[Any]) -> str:
+    """The key of a dataclass's field in a file."""
+    return str(field.metadata.get("key", field.name))
+
+
+def plain(value: Any) -> Any:
+    """A cluster, or a part of one, as plain data under the keys of its file; fields at their default are left out."""
     if is_dataclass(value):
-        plain = {}
+        tree = {}
         for field in fields(value):
             inner = getattr(value, field.name)
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             if inner != default:
-                plain[field.name] = _plain(inner)
-        return plain
+                tree[_key(field)] = plain(inner)
+        return tree
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return value
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.collective_cost import TokenDispatch
+from hyper_parallel.cluster.presets import with_devices
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.build_trace import StoredTrace, TraceStore, load_of, trace_of
@@ -212,7 +213,7 @@ def cluster_of(name: str, config: RunConfig, ranks: int | None = None) -> Cluste
     if cluster.ranks is not None and not cluster.shared and cluster.ranks < world:
         raise ConfigError(
             f"--cluster {name}: has {cluster.ranks} devices, and the strategy's axes multiply to {world}; "
-            f"name {name.rpartition('x')[0] or name}x{world}, or make the axes smaller"
+            f"{with_devices(name, world)}, or make the axes smaller"
         )
     if world > 1 and not cluster.links and not cluster.shared:
         raise ConfigError(

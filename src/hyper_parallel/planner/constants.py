@@ -83,7 +83,8 @@ def fitted() -> Constants:
 #
 #     inside = efficiency of the node's links, across = of the network's, crowding = 0                `constants_for`
 #
-# Where links of a supernode reach another share than a node's, the lower one holds for both. Latencies stay as fitted.
+# Where links of levels inside the network reach different shares, the lowest one holds for all. Latencies stay as
+# fitted.
 
 _NOTHING = 1e-6
 """A constant is positive."""
@@ -91,11 +92,13 @@ _NOTHING = 1e-6
 
 def constants_for(profile: Profile, cluster: Cluster) -> Constants:
     """The fitted constants; for what `train` runs, with the rates of the cluster's links."""
-    known, links = fitted(), cluster.links
+    known = fitted()
     if not profile.ordered:
         return known
-    inner = [links[level].efficiency for level in ("node", "supernode") if level in links]
-    outer = links.get("network")
+    inner = [
+        cluster.link(level).efficiency for level in ("root", "node", "supernode") if level in cluster.links
+    ]
+    outer = cluster.links.get("network")
     # A level that a cluster lacks is joined by no group, and repeats the next one (`table.of_cluster`).
     inside = min(inner) if inner else outer.efficiency if outer else known.inside
     return replace(known, inside=inside, across=outer.efficiency if outer else inside, crowding=_NOTHING)

@@ -242,6 +242,8 @@ TWICE: Mapping[str, tuple[str, ...]] = {
     "sequences a step": ("batch",),
 }
 """What is doubled, in turn, to see what a step waits for."""
+WITH_ROOTS = {"links within a node": "links below a root", "links within a supernode": "links between roots"}
+"""Names of links where nodes have roots, whose links the columns of nodes then hold (`table.of_cluster`)."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,8 @@ def explain(best: Figures, question: Question, constants: Constants) -> Explanat
     """Why a strategy is what it is, of all that the question leaves open."""
     changes = tuple(neighbours(best, question, constants))
     eased = tuple(_eased(best.row, constants))
+    if question.cluster.root:
+        eased = tuple(replace(one, what=WITH_ROOTS.get(one.what, one.what)) for one in eased)
     # The quickest change that needs more memory than there is, and the quickest that fits and is slower.
     blocked = next((one for one in changes if _shorter(one, best) and not one.figures.fits), None)
     slower = (one for one in changes if one.figures.fits and one.figures.seconds > (1 + CLOSE) * best.seconds)

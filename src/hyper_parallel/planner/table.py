@@ -255,11 +255,13 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
             f"the cluster {cluster.title!r} says nothing of its devices; name a preset, or give its "
             "file the section `device`"
         )
+    # The table has two levels within the network: nodes and supernodes, or the roots of nodes and nodes.
+    near, far = ("root", "node") if cluster.root else ("node", "supernode")
     peak16 = device.peak("bfloat16")
     peak8 = max(peak16, device.matrix.get("float8_e4m3fn", peak16))
     columns = {
-        "node": float(cluster.node or math.inf),
-        "supernode": float(cluster.supernode or 1),
+        "node": float(getattr(cluster, near) or math.inf),
+        "supernode": float(getattr(cluster, far) or 1),
         "peak16": peak16,
         "peak8": peak8,
         "peak4": max(peak8, device.matrix.get("float4_e2m1fn_x2", peak8)),
@@ -268,20 +270,19 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
         "architecture": float(ARCHITECTURES.index(architecture(device.name))),
         **_of_host(cluster),
     }
-    for level, stands_in in (
-        ("node", ("supernode", "network")),
-        ("supernode", ("network", "node")),
-        ("network", ("supernode", "node")),
+    for column, levels in (
+        ("node", (near, far, "network")),
+        ("supernode", (far, "network", near)),
+        ("network", ("network", far, near)),
     ):
         # A level that a cluster lacks is joined by no group; its column repeats the next one's.
-        names = [name for name in (level, *stands_in) if name in cluster.links]
+        names = [level for level in levels if level in cluster.links]
         if not names:
             raise ConfigError(
                 f"the cluster {cluster.title!r} describes no link between its devices; give "
                 "`links` a level node, supernode or network with a bandwidth and a latency"
             )
-        link = cluster.links[names[0]]
-        columns[f"{level}_rate"] = link.bandwidth
+        columns[f"{column}_rate"] = cluster.link(names[0]).bandwidth
     if cluster.ranks:
         columns["devices"] = float(cluster.ranks)
     return columns

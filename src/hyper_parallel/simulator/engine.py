@@ -296,7 +296,7 @@ class Run:
                 (self._class[number], resource, way): share
                 for number in transfer.ops
                 for resource, share in leg.uses
-                for way in self._ways(number)
+                for way in (self._ways(number) if resource.startswith("link:") else ("",))
             }
             self._set(self._sharing.add(transfer, uses))
         else:

@@ -81,9 +81,21 @@ class Costs:
             for leg in cluster.legs(call.kind, call.bytes, call.ranks, self._algorithm):
                 latency = cluster.leg_seconds(replace(leg, bytes=0))
                 seconds = exposed * max(0.0, cluster.leg_seconds(leg) - latency)
-                legs.append(Leg(latency, seconds, ((f"link:{leg.level}", 1.0),)))
+                legs.append(
+                    Leg(
+                        latency, seconds, ((f"link:{leg.level}", 1.0), *self._host_uses(leg.level, call.kind))
+                    )
+                )
             found = self._calls[key] = tuple(legs)
         return found
+
+    def _host_uses(self, level: str, kind: str) -> tuple[tuple[str, float], ...]:
+        """What a collective takes of its devices' links to the host, where it passes through the host's memory."""
+        if not self._cluster.passes_host(level):
+            return ()
+        share = self._cluster.link(level).reached / self._cluster.link("host").reached
+        ways = {"send": ("to",), "recv": ("from",)}.get(kind, ("to", "from"))
+        return tuple((f"{way}:host", share) for way in ways)
 
     def is_dispatched(self, call: Collective) -> bool:
         """Whether a collective is an exchange of tokens with experts that a library for it makes."""

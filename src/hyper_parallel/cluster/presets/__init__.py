@@ -1,5 +1,5 @@
 """Published machines by name."""
 
-from hyper_parallel.cluster.presets.names import names, peak_flops, preset_of
+from hyper_parallel.cluster.presets.names import names, peak_flops, preset_of, with_devices
 
-__all__ = ["names", "peak_flops", "preset_of"]
+__all__ = ["names", "peak_flops", "preset_of", "with_devices"]

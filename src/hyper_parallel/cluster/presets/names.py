@@ -6,13 +6,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from hyper_parallel.cluster.files import Tree
-from hyper_parallel.cluster.presets import amd, ascend, nvidia
+from hyper_parallel.cluster.presets import amd, ascend, intel, nvidia, pcie
 from hyper_parallel.errors import ConfigError, nearest
 
-_PRESETS: dict[str, Callable[[], Tree]] = {**nvidia.PRESETS, **amd.PRESETS, **ascend.PRESETS}
-_ALIASES = {**nvidia.ALIASES, **ascend.ALIASES}
+_PRESETS: dict[str, Callable[[], Tree]] = {
+    **nvidia.PRESETS,
+    **pcie.PRESETS,
+    **amd.PRESETS,
+    **intel.PRESETS,
+    **ascend.PRESETS,
+}
+_ALIASES = {**nvidia.ALIASES, **pcie.ALIASES, **ascend.ALIASES}
 
 
 def names() -> list[str]:
@@ -32,6 +39,22 @@ def preset(name: str) -> Tree:
     return _PRESETS[known]()
 
 
+def is_file(name: str) -> bool:
+    """Whether a cluster's name is the path of a file."""
+    return name.endswith((".yaml", ".yml")) or Path(name).is_file()
+
+
+def with_devices(name: str, count: int) -> str:
+    """How to name a cluster with `count` devices, for the end of an error.
+
+    >>> with_devices("h100x8", 16), with_devices("mine.yaml", 16)
+    ('name h100x16', 'write devices: 16 into mine.yaml')
+    """
+    return (
+        f"write devices: {count} into {name}" if is_file(name) else f"name {name_and_ranks(name)[0]}x{count}"
+    )
+
+
 def name_and_ranks(name: str) -> tuple[str, int | None]:
     """Split `h100x2048` into the preset's name and its number of devices, None if open. Raises ConfigError for 0.
 
@@ -39,15 +62,18 @@ def name_and_ranks(name: str) -> tuple[str, int | None]:
     (('h100', 2048), ('cloudmatrix384', None))
     """
     match = re.fullmatch(r"(.+)x(\d+)", name)
-    # A name may itself end in what looks like a number of devices.
-    if match is None or name.lower() in _ALIASES or name.lower() in _PRESETS:
+    # A name may itself end in what looks like a number of devices, and so may one that is meant: rtx5091.
+    known = {*_PRESETS, *_ALIASES}
+    if match is None or name.lower() in known:
+        return name, None
+    if match[1].lower() not in known and not nearest(match[1].lower(), known):
         return name, None
     if int(match[2]) < 1:
         raise ConfigError(f"a cluster has at least one device; got {name!r}")
     return match[1], int(match[2])
 
 
-# Words that a device's name must hold, and the preset. The first match is taken.
+# Words that a device's name must hold, and the preset. The first match is taken. Whole words: an L40 is no L4.
 _MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("V100", "32GB"), "v100"),
     (("A100", "40GB"), "a100-40gb"),
@@ -61,9 +87,19 @@ _MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("GB300",), "gb300-nvl72"),
     (("B200",), "b200"),
     (("B300",), "b300"),
+    (("RTX", "4090"), "rtx4090"),
+    (("RTX", "5090"), "rtx5090"),
+    (("RTX", "6000", "Ada"), "rtx6000-ada"),
+    (("L40S",), "l40s"),
+    (("L4",), "l4"),
+    (("A10G",), "a10g"),
     (("MI300X",), "mi300x"),
+    (("MI325X",), "mi325x"),
+    (("GAUDI3",), "gaudi3"),
     (("Ascend910B3",), "910b"),
 )
+_SLOWER = {"Laptop", "D"}
+"""Words of a device's name that make it another one with other peaks, of which no preset is known."""
 _EQUALS = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
 
 
@@ -92,5 +128,9 @@ def preset_of(device_name: str) -> str | None:
 
     >>> preset_of("NVIDIA H100 80GB HBM3")
     'h100'
+    >>> preset_of("NVIDIA GeForce RTX 4090 Laptop GPU")
     """
-    return next((name for words, name in _MARKS if all(word in device_name for word in words)), None)
+    device_words = set(re.split(r"[\s-]+", device_name))
+    if device_words & _SLOWER:
+        return None
+    return next((name for words, name in _MARKS if device_words.issuperset(words)), None)

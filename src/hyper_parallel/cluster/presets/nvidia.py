@@ -40,7 +40,7 @@ _DGX_A100_40 = "NVIDIA DGX A100 320GB datasheet (2020)"
 _H800 = "DeepSeek-AI, arXiv 2505.09343, section 4: an H100 whose NVLink has 400 GB/s, of both ways"
 _H20 = "NVIDIA H20 specification, as dealers publish it, secondary"
 _A800 = "NVIDIA A800 datasheet (2022): an A100 whose NVLink has 400 GB/s, of both ways"
-_RINGS = "tuning.cc of NVIDIA's collectives, ring, Simple, as ported by meta-pytorch/autoparallel @a54c252"
+RINGS = "tuning.cc of NVIDIA's collectives, ring, Simple, as ported by meta-pytorch/autoparallel @a54c252"
 _CALCULON = "calculon-ai/calculon systems/a100_80g.json @caa4b11, a model's constant"
 _STAS = "stas00/ml-engineering @744d01e"
 _STAS_BEST = "stas00/ml-engineering @b9e2972, compute/accelerator/README.md"
@@ -48,8 +48,8 @@ _SIMUMAX = "MooreThreads/SimuMax @4dcaae5"
 _PCIE6 = "PCI Express 6.0, 16 lanes of 64 GT/s with PAM4 and FLIT coding"
 _FLASH3 = "Shah et al., FlashAttention-3, arXiv 2407.08608"
 _PCIE3 = "PCI Express 3.0, 16 lanes of 8 GT/s with 128b/130b coding"
-_PCIE4 = "PCI Express 4.0, 16 lanes of 16 GT/s with 128b/130b coding"
-_PCIE5 = "PCI Express 5.0, 16 lanes of 32 GT/s with 128b/130b coding"
+PCIE4 = "PCI Express 4.0, 16 lanes of 16 GT/s with 128b/130b coding"
+PCIE5 = "PCI Express 5.0, 16 lanes of 32 GT/s with 128b/130b coding"
 
 
 _MATMUL_A100 = known(
@@ -68,7 +68,7 @@ _ATTENTION_H100 = estimate(
 )
 
 
-def _common(bandwidth: float, memory_source: str) -> Facts:
+def common(bandwidth: float, memory_source: str) -> Facts:
     """Facts common to all of them."""
     return {
         "device.memory.read": known(bandwidth, memory_source),
@@ -93,12 +93,12 @@ def _links(
     return {
         "links.node.bandwidth": known(nvlink, nvlink_source),
         "links.node.efficiency": share,
-        "links.node.latency": known(3.4e-6, _RINGS + ": a hop over NVLink"),
-        "links.node.setup": known(8.4e-6, _RINGS + ": base latency"),
+        "links.node.latency": known(3.4e-6, RINGS + ": a hop over NVLink"),
+        "links.node.setup": known(8.4e-6, RINGS + ": base latency"),
         "links.network.bandwidth": known(network, network_source),
         "links.network.efficiency": known(0.9, _CALCULON + ": InfiniBand"),
-        "links.network.latency": known(14.0e-6, _RINGS + ": a hop over the network"),
-        "links.network.setup": known(8.4e-6, _RINGS + ": base latency"),
+        "links.network.latency": known(14.0e-6, RINGS + ": a hop over the network"),
+        "links.network.setup": known(8.4e-6, RINGS + ": base latency"),
         "links.host.bandwidth": host,
         "links.host.efficiency": estimate(0.85, "what pinned copies over PCI Express commonly reach"),
         "links.host.latency": estimate(1e-5, "of an asynchronous copy, from its call to its first byte"),
@@ -128,7 +128,7 @@ def _hopper(memory: float, bandwidth: float, source: str, nvlink: Fact | None = 
         "device.vector.float32": known(67e12, source),
         "device.vector.bfloat16": known(133.8e12, _H100_PAPER),
         "device.memory.bytes": known(memory, source),
-        **_common(bandwidth, source),
+        **common(bandwidth, source),
         "device.efficiency.matmul": estimate(
             matmul_curve(0.80),
             f"the best measured is 794.5 of 989 TFLOP/s ({_STAS}); half lengths as on the A100",
@@ -140,7 +140,7 @@ def _hopper(memory: float, bandwidth: float, source: str, nvlink: Fact | None = 
             known(0.81, f"{_STAS}: ring all-reduce of 8 GiB on 8 H200, 365.6 of 450 GB/s"),
             50e9,
             f"{_DGX_H100}: eight 400 Gb/s cards",
-            known(63e9, _PCIE5),
+            known(63e9, PCIE5),
         ),
         **_host(2.0e12, _DGX_H100, 6.1e11, "two processors with eight channels of DDR5-4800", 3.07e13),
     }
@@ -155,7 +155,7 @@ def _ampere(memory: float, bandwidth: float, source: str, nvlink: Fact, machine:
         "device.vector.bfloat16": known(39e12, _A100_PAPER),
         "device.vector.float16": known(78e12, _A100_PAPER),
         "device.memory.bytes": known(memory, source),
-        **_common(bandwidth, source),
+        **common(bandwidth, source),
         "device.efficiency.matmul": _MATMUL_A100,
         "device.efficiency.attention": _ATTENTION_A100,
         **_links(
@@ -164,7 +164,7 @@ def _ampere(memory: float, bandwidth: float, source: str, nvlink: Fact, machine:
             known(0.78, f"{_STAS}: all-reduce of 8 GiB on 8 A100, 234.6 of 300 GB/s"),
             25e9,
             f"{machine}: eight 200 Gb/s cards",
-            known(31.5e9, _PCIE4),
+            known(31.5e9, PCIE4),
         ),
         **host,
     }
@@ -203,7 +203,7 @@ def v100() -> Tree:
         "device.vector.float32": known(15.7e12, _V100),
         "device.vector.float16": known(31.4e12, _V100),
         "device.memory.bytes": known(32e9, _V100),
-        **_common(9.0e11, _V100),
+        **common(9.0e11, _V100),
         "device.efficiency.matmul": estimate(matmul_curve(0.75), "somewhat below the A100's"),
         "device.efficiency.attention": estimate(
             attention_shares(0.35, 0.28), "a guess: no fused kernel for this device"
@@ -265,7 +265,7 @@ def _blackwell(source: str, half: float, single: float, memory: float, quarter: 
         "device.vector.float32": known(single, source),
         "device.vector.bfloat16": estimate(2 * single, "twice the float32 rate, as on the H100"),
         "device.memory.bytes": known(memory, source),
-        **_common(8e12, source),
+        **common(8e12, source),
         "device.efficiency.matmul": known(
             matmul_curve(0.507, [59.0, 67.0, 173.0]),
             f"{_SIMUMAX}: fitted to the measured shares of 514 products in bfloat16 on the B200; mean error 10%. "
@@ -288,7 +288,7 @@ def b200() -> Tree:
     facts: Facts = {
         "node": known(8, _DGX_B200),
         **_blackwell(_B200, 2250e12, 75e12, 180e9, 9000e12),
-        **_nvlink5(_B200, f"{_DGX_B200}: eight 400 Gb/s cards", known(63e9, _PCIE5)),
+        **_nvlink5(_B200, f"{_DGX_B200}: eight 400 Gb/s cards", known(63e9, PCIE5)),
         **_host(4.0e12, _DGX_B200, 7.2e11, "two processors with eight channels of DDR5-5600", 3.07e13),
     }
     return cluster_tree("b200", "NVIDIA B200", "DGX B200", facts)
