@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fit_constants.fit import judge, quantiles, seconds_of, solve
-from fit_constants.published_runs import RECIPES, RUNS, Evidence, evidence
+from fit_constants.fit import judge, seconds_of, solve
+from fit_constants.published_runs import RECIPES, RUNS, TRANSCRIBED, Evidence, evidence
+from fit_constants.residuals import conformal
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.constants import Constants
@@ -57,7 +58,7 @@ def _evidence() -> Evidence:
     plenty = np.full(t.n, np.nan)
     everything = np.ones(t.n, bool)
     names = np.array(["A100"] * t.n), np.array(["m"] * t.n)
-    return Evidence(t, sources, *names, seconds, plenty, everything, everything, ~everything)
+    return Evidence(t, sources, *names, seconds, plenty, everything, everything, ~everything, ~everything)
 
 
 def test_a_source_is_judged_by_constants_that_did_not_see_it() -> None:
@@ -77,7 +78,7 @@ def test_computed_rows_are_judged_and_not_fitted_on() -> None:
     seconds = np.where(computed, 3 * runs.seconds, runs.seconds)
     before, after = judge(marked), judge(replace(marked, seconds=seconds))
     np.testing.assert_allclose(after.estimate, before.estimate)
-    assert after.rows == (30, 30) and after.step[1] > before.step[1] + 0.3
+    assert after.groups["two, A100"]["error"] > before.groups["two, A100"]["error"] + 0.3
     seen = judge(replace(runs, seconds=seconds)).estimate[:30]
     assert not np.allclose(seen, before.estimate[:30])
 
@@ -99,12 +100,70 @@ def test_rows_that_look_computed_are_those_of_one_node_of_s02() -> None:
 
 def test_figures_of_a_judgement() -> None:
     found = judge(_evidence())
-    assert found.groups == ("one, A100", "two, A100") and found.rows == (30, 30)
-    assert max(found.step) < 0.05 < min(found.null)
+    assert {name: one["rows"] for name, one in found.groups.items()} == {"one, A100": 30, "two, A100": 30}
+    assert all(one["error"] < 0.05 < one["null"] for one in found.groups.values())
     assert found.ordered[0] == found.ordered[1] > 0 and found.picked[0] == found.picked[1] > 0
 
 
-def test_quantiles_are_weighted() -> None:
-    values = np.arange(100.0)
-    assert quantiles(values, np.ones(100)) == (4.0, 94.0)
-    assert quantiles(values, np.where(values < 50, 1.0, 0.0)) == (2.0, 47.0)
+def test_rows_that_are_transcribed_are_judged_and_not_fitted_on() -> None:
+    runs = _evidence()
+    transcribed = np.arange(runs.timed.size) >= 45  # half of the source `two`
+    seconds = np.where(transcribed, 3 * runs.seconds, runs.seconds)
+    found = judge(replace(runs, transcribed=transcribed, seconds=seconds))
+    np.testing.assert_allclose(
+        found.estimate[:30], judge(replace(runs, transcribed=transcribed)).estimate[:30]
+    )
+    assert found.groups["two, A100"]["rows"] == 15 and found.cells["two, dense, A100"]["rows"] == 30
+    known = evidence(RUNS, RECIPES, TRANSCRIBED)
+    assert known.transcribed.sum() == evidence(TRANSCRIBED).timed.size > 0
+    assert not (known.fitted & known.transcribed).any()
+
+
+def test_cells_are_apart_by_kind_of_model_and_hardware() -> None:
+    runs = _evidence()
+    hardware = np.where(np.arange(runs.timed.size) % 2, "A100", "A100 40GB")
+    experts = np.where(np.arange(runs.timed.size) < 10, 8.0, 0.0)
+    table = runs.table.replaced(experts=experts, chosen=2.0, expert_ffn=1024.0)
+    cells = judge(replace(runs, hardware=hardware, table=table)).cells
+    assert {name: one["rows"] for name, one in cells.items()} == {
+        "one, dense, A100": 10,
+        "one, dense, A100 40GB": 10,
+        "one, mixture, A100": 5,
+        "one, mixture, A100 40GB": 5,
+        "two, dense, A100": 15,
+        "two, dense, A100 40GB": 15,
+    }
+    assert cells["one, mixture, A100"]["mixture"] and not cells["two, dense, A100"]["mixture"]
+
+
+def test_a_kind_on_a_generation_is_judged_by_constants_that_did_not_see_it() -> None:
+    """All runs are of one kind on one generation: what is left are the priors."""
+    runs = _evidence()
+    cell = judge(runs).cells["one, dense, A100"]
+    by_priors = np.abs(seconds_of(runs.table, Constants())[:30] / runs.seconds[:30] - 1).mean()
+    assert cell["unseen"] == pytest.approx(by_priors) and cell["error"] < cell["unseen"]
+
+
+def test_every_cell_weighs_the_same() -> None:
+    """Nine cells of one run each and one of a thousand that are all far off."""
+    scores = np.concatenate([np.arange(1.0, 20.0), np.full(1000, 99.0)])
+    cells = np.array([f"cell {n}" for n in range(19)] + ["far"] * 1000)
+    assert conformal(scores, cells) == 19.0  # 0.9 of 21: 18.9 of 20 cells
+
+
+def test_too_few_cells_have_no_quantile_but_the_largest() -> None:
+    assert conformal(np.arange(8.0), np.array(list("abcdefgh"))) == 7.0
+
+
+def test_the_quantile_covers_nine_of_ten_runs_of_one_more_cell() -> None:
+    draw = np.random.default_rng(0)
+
+    def cell() -> np.ndarray:
+        return np.abs(draw.normal(0, 0.1) + draw.normal(0, 0.05, draw.integers(1, 40)))
+
+    held = []
+    for _ in range(400):
+        known = [cell() for _ in range(20)]
+        names = np.repeat(np.arange(20).astype(str), [one.size for one in known])
+        held.append((cell() <= conformal(np.concatenate(known), names)).mean())
+    assert 0.90 < np.mean(held) < 0.96

@@ -12,7 +12,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.constants import Constants, fitted
 from hyper_parallel.planner.cost_model.layer import layer
 from hyper_parallel.planner.cost_model.memory import memory
-from hyper_parallel.planner.cost_model.operators import Ranks
+from hyper_parallel.planner.cost_model.operators import Products, Ranks
 from hyper_parallel.planner.cost_model.step import seconds_by_kind
 from hyper_parallel.planner.framework_profiles import profile
 from hyper_parallel.planner.table import Table, sum_of
@@ -65,6 +65,17 @@ def test_a_pass_is_longest_beside_either_where_host_and_device_are_as_busy() -> 
     assert np.all(np.diff(waits) < 0)
     assert waits[0] > 0.5
     assert 0 < waits[-1] < 0.05
+
+
+def test_what_no_gradient_needs_is_not_computed_again() -> None:
+    """A layer that stops early leaves out the last product of its MLP, a quarter of this one's products."""
+    t = table(replicate=32.0, tensor_x=1.0, recompute=2.0, recomputed=1.0, batch=128)
+    whole, stopped = (parts(t.replaced(stops=value)) for value in (0.0, 1.0))
+    again = 16 * Products(t, fitted())(np.array([4 * 4096.0]), t.hidden, t.ffn)[0]
+    assert whole["again"] - stopped["again"] == pytest.approx(float(again), rel=0.01)
+    assert {name for name in whole if abs(whole[name] - stopped[name]) > 1e-9} == {"again", "straggling"}
+    nothing = t.replaced(recompute=0.0)
+    assert parts(nothing.replaced(stops=1.0)) == parts(nothing)
 
 
 def test_partly_fused_operators_take_the_bytes_between_both() -> None:

@@ -16,6 +16,9 @@ from hyper_parallel.planner.table import COLUMNS, Table
 from planner.plan_cases import code_names
 from planner.published_run import RUN
 
+DENSE_MLP = 3 * 14336 / (3 * 14336 + 2 * 4096 + 2 * 1024)
+"""Of the products of a layer of llama-3-8b: those of its MLP."""
+
 
 def one(**cells: Any) -> tuple[Table, RunRow]:
     table, found = rows([{**RUN, **cells}])
@@ -160,12 +163,80 @@ def test_pipelines(cells: dict[str, str], virtual: int, schedule: str) -> None:
         ("core_attn", "selective", 1),
         ("moe_act", "none", 1),
         ("layernorm,moe_act", "none", 1),
+        ("mlp", "full", DENSE_MLP),
+        ("moe,mla_up_proj", "none", 1),  # which a dense model with plain attention has not
         ("--recompute-method block --recompute-num-layers 4", "full", 0.25),
     ],
 )
 def test_what_is_computed_again(words: str, kind: str, share: float) -> None:
     table = taken(recompute=words)
-    assert code_names(table, "recompute") == [kind] and table.recomputed == share
+    assert code_names(table, "recompute") == [kind] and table.recomputed[0] == pytest.approx(share, rel=1e-4)
+
+
+def test_modules_of_a_mixture_are_computed_again_by_their_share_of_the_products() -> None:
+    cells = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn"), "") | {"tp": "1", "pp": "1"}
+    moe = {**cells, "model": "deepseek-v3", "ep": "8"}
+    up = 128 * (1536 * 192 + 512 * 256)  # of queries and of keys and values, all heads
+    experts = 58 * 3 * 7168 * 2048 * 9
+    attention = 7168 * (1536 + 576) + up + 128 * 128 * 7168
+    layers = 61 * attention + experts + 58 * 7168 * 256 + 3 * 3 * 7168 * 18432
+    for words, part in (("mla_up_proj", 61 * up), ("moe,layernorm", experts)):
+        table = taken(recompute=words, **moe)
+        assert code_names(table, "recompute") == ["full"]
+        assert table.recomputed[0] == pytest.approx(part / layers, rel=1e-3)
+
+
+def test_notes_say_what_a_recipe_does() -> None:
+    moe = {
+        "model": "Qwen3_30B_a3B",
+        "layers": "48",
+        "hidden": "2048",
+        "kv_heads": "4",
+        "ffn": "6144",
+        "pp": "1",
+    }
+    moe |= {
+        "experts": "128",
+        "topk": "8",
+        "moe_ffn": "768",
+        "ep": "8",
+        "framework": "Megatron-Bridge NeMo 26.04",
+    }
+
+    def said(notes: str) -> tuple[float, ...]:
+        t = taken(notes=notes, **moe)
+        return tuple(float(one[0]) for one in (t.dedup, t.overlap_expert, t.graphs, t.fused_routing, t.even))
+
+    assert said("") == (0.5, 0.5, 0.5, 1, 1)
+    assert said("hybridep; no a2a overlap; recorded graphs attn+moe_router") == (1, 0, 1, 1, 1)
+    assert said("hybridep; a2a overlap; no recorded graphs") == (1, 1, 0, 1, 1)
+    # The host waits for the counts of an all-to-all whose experts have no capacity.
+    assert said("alltoall; no a2a overlap; recorded graphs moe_router") == (0, 0, 0, 1, 1)
+    assert said("(tokendrop) alltoall; recorded graphs") == (0, 0.5, 1, 1, 1)
+    assert taken(notes="fused router", **moe | {"framework": "Megatron-LM"}).fused_routing[0] == 1
+    assert taken(**moe | {"framework": "Megatron-LM"}).fused_routing[0] == 0.5
+    assert taken(notes="no tp overlap", **moe).overlap_tensor[0] == 0 < taken(**moe).overlap_tensor[0]
+
+
+def test_modules_that_predict_are_trained_unless_a_row_says_not() -> None:
+    cells = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn"), "") | {"tp": "1", "pp": "1"}
+    moe = {**cells, "model": "deepseek-v3", "ep": "8"}
+    frameworks = {"Megatron-Bridge NeMo 26.04": 1, "NeMo 2": 1, "NeMo AutoModel": 0, "Megatron-LM": 0}
+    for framework, modules in frameworks.items():
+        assert taken(framework=framework, **moe).prediction_modules[0] == modules
+    assert taken(framework="NeMo 2", notes="DeepSeekV3 (w/o MTP)", **moe).prediction_modules[0] == 0
+
+
+def test_tokens_of_packed_sequences_attend_to_their_own_piece() -> None:
+    whole, packed = taken(), taken(notes="task=LoRA; packed=200")
+    assert (whole.window[0], packed.window[0], packed.windowed[0]) == (0, 100, 1)
+
+
+def test_an_adapter_is_of_the_rank_that_a_row_states() -> None:
+    stated, usual = taken(notes="task=LoRA; rank=16"), taken(notes="task=LoRA")
+    assert (stated.adapter_rank[0], stated.adapted_down[0]) == (16, 1)
+    assert (usual.adapter_rank[0], usual.adapted_down[0]) == (32, 0)
+    assert "rank=" in refused(notes="task=LoRA; rank=low")
 
 
 @pytest.mark.parametrize(
@@ -350,7 +421,7 @@ def test_the_published_runs_that_state_shape_devices_and_batch_are_covered() -> 
 
 def test_the_transcribed_runs_are_all_covered() -> None:
     (_, found), (_, recipes) = rows(TRANSCRIBED), rows(RECIPES)
-    assert (len(found), len(recipes)) == (94, 98)
+    assert (len(found), len(recipes)) == (102, 98)
     assert not [row for row in (*found, *recipes) if row.unsupported]
     assert {row.source for row in found} == {"M1", "M2", "M3", "P1", "P2", "P3", "P4", "P5", "P6"}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fit_constants.fit import collected
 from fit_constants.published_runs import RECIPES, RUNS, TRANSCRIBED, evidence
+from fit_constants.residuals import collected
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import error_interval
@@ -104,10 +104,9 @@ def test_the_interval_is_wider_in_its_logarithm(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_kept_is_what_is_published() -> None:
     """The list beside the constants is that of the published runs."""
-    rows = [evidence(RUNS, RECIPES), evidence(TRANSCRIBED)]
-    found = [one for runs in rows for one in collected(runs.table.take(runs.timed), runs.sources[runs.timed])]
-    assert tuple(found) == published()
-    assert sum(one.rows for one in published()) == sum(int(runs.timed.sum()) for runs in rows)
+    runs = evidence(RUNS, RECIPES, TRANSCRIBED)
+    assert tuple(collected(runs.table.take(runs.timed), runs.sources[runs.timed])) == published()
+    assert sum(one.rows for one in published()) == runs.timed.sum()
 
 
 def test_an_answer_says_what_it_rests_on() -> None:

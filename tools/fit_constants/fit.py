@@ -1,19 +1,26 @@
-"""Fit of the planner's constants, and its cross-validation by source: estimates for sources that the fit has not seen.
+"""Fit of the planner's constants, and its cross-validation: estimates for sources that the fit has not seen.
 
-Each source is held out whole, constants are fitted on the others (`solve`), and its rows are estimated with them. Every
-(source, hardware) weighs the same:
+Each source is held out whole, constants are fitted on the others (`solve`), and its rows are estimated with them. So a
+cell (`residuals`: source, kind of model, hardware) is judged by constants that have seen neither it nor its source's
+other cells, whose framework, authors and cluster are often the same. Every cell weighs the same:
 
 | figure | what |
 |---|---|
-| `step` | mean over groups of the mean of abs(estimate / measured − 1), and of its median |
-| `null` | the same of one constant share of the peak, fitted in the same way |
-| `memory` | the first for the peak of memory |
+| `error`, `median`, `bias` | mean and median of abs(estimate / measured − 1), and the median with its sign |
+| `held` | of the rows, those within their 90% interval, of the residuals of other sources' cells |
+| `unseen` | `error` by constants that have seen no row of its kind of model on its generation of devices |
+
+Of the rows that are not transcribed by hand, every (source, hardware) weighs the same:
+
+| figure | what |
+|---|---|
+| `groups` | `error` and `median`; `null`: the former of one constant share of the peak, fitted in the same way |
+| `memory` | `error` of the peak of memory |
 | `ordered` | of pairs of one model on one cluster whose tokens/s are more than 15% apart, those in the right order |
 | `picked` | of the sets of such rows, those in which the row estimated to be best is within 10% of the best |
 | `ordered_alike`, `picked_alike` | the same for rows of one batch and length only, which are harder to tell apart |
 | `caught`, `alarms` | of the rows that failed, those called unfit; of those that ran, those called unfit |
-| `held` | of the rows, those within their 90% interval, of the residuals of other sources' rows of their kind |
-| `kinds` | for models with experts and without: rows, groups; mean over groups of the mean error, the median, `held` |
+| `kinds` | for models with experts and without: rows, mean over groups of `error` and of `median` |
 
 Rows of an interactive figure whose repeats differ by 5–25% count by their upper envelope: what reaches `ENVELOPE` of
 the peak in model FLOPs. Rows that look computed (`Evidence.computed`) are judged and not fitted on.
@@ -22,16 +29,17 @@ the peak in model FLOPs. Rows that look computed (`Evidence.computed`) are judge
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fit_constants.published_runs import Evidence
+from fit_constants.residuals import Residuals, cells_of, collected
 from hyper_parallel.planner.constants import Constants
 from hyper_parallel.planner.cost_model.memory import fits, memory
 from hyper_parallel.planner.cost_model.step import open_facts, seconds_by_kind
-from hyper_parallel.planner.error_interval import HIGH, KINDS, LOW, Runs, kinds, widening
+from hyper_parallel.planner.error_interval import KINDS, Runs, kinds
 from hyper_parallel.planner.metrics import flops_per_token, peak
 from hyper_parallel.planner.table import Array, Table, sum_of
 
@@ -40,56 +48,12 @@ NEAR = 0.90
 
 
 @dataclass(frozen=True)
-class Residuals:
-    """Logarithms of estimate over measured, of rows whose source the constants have not seen.
-
-    Where facts are open, of the nearest estimate that some answer to them gives: what they explain is no residual.
-    Each is divided by how much wider its row's interval is (`wider`), as few other sources have runs of its kind.
-    """
-
-    values: Array
-    sources: NDArray[np.str_]
-    groups: NDArray[np.str_]
-    mixture: NDArray[np.bool_]
-    wider: Array
-
-    @classmethod
-    def of(cls, evidence: Evidence, between: tuple[Array, Array], runs: Sequence[Runs]) -> Residuals:
-        """Of the rows whose times count; `between`: seconds with open facts for a step, and against it.
-
-        `runs`: what is published, by which intervals are widened; a row's own source does not count for it."""
-        rows = evidence.timed
-        mixture = np.broadcast_to(evidence.table.experts > 0, rows.size)
-        fastest, slowest = (side[rows] for side in between)
-        measured = evidence.seconds[rows]
-        wider = widening(evidence.table.take(rows), runs, evidence.sources[rows])
-        values = np.log(np.clip(measured, fastest, slowest) / measured) / wider
-        return cls(values, evidence.sources[rows], evidence.groups[rows], mixture[rows], wider)
-
-    def and_of(self, other: Residuals) -> Residuals:
-        """Both."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
-        return Residuals(*(np.concatenate(pair) for pair in pairs))
-
-    def interval(self, kind: str, without: str = "") -> tuple[float, float]:
-        """Quantiles of a kind's rows, of all sources but one; each group weighs the same."""
-        others = self.sources != without
-        rows = others & (self.mixture == (kind == "mixture"))
-        # Without runs of a kind, those of the other tell of it.
-        rows = rows if rows.any() else others
-        return quantiles(self.values[rows], _weights(self.groups[rows]))
-
-
-@dataclass(frozen=True)
 class Judgement:
-    """What `judge` found; see the module's table."""
+    """What `judge` found; see the module's tables."""
 
-    groups: tuple[str, ...]
-    rows: tuple[int, ...]
-    bias: tuple[float, ...]
-    step: tuple[float, ...]
-    medians: tuple[float, ...]
-    null: tuple[float, ...]
+    cells: dict[str, dict[str, float]]
+    groups: dict[str, dict[str, float]]
+    kinds: dict[str, dict[str, float]]
     memory: dict[str, float]
     ordered: tuple[int, int]
     picked: tuple[int, int]
@@ -97,53 +61,103 @@ class Judgement:
     picked_alike: tuple[int, int]
     caught: tuple[int, int]
     alarms: tuple[int, int]
-    held: tuple[float, ...]
-    kinds: dict[str, dict[str, float]]
     estimate: Array
     """Seconds of each row, its source held out."""
     residuals: Residuals
+    runs: list[Runs]
+    """What is published, by source and kind."""
+    constants: Constants
+    """Fitted on all sources."""
 
 
-def judge(
-    evidence: Evidence, unseen: Residuals | None = None, runs: Sequence[Runs] | None = None
-) -> Judgement:
-    """Hold each source out in turn. `unseen`: of other runs, that no constant is fitted on.
-
-    `runs`: by which intervals are widened; those of `evidence` if not given."""
+def judge(evidence: Evidence) -> Judgement:
+    """Hold each source out in turn, then each kind of model on each generation of devices."""
     timed = evidence.timed
+    whole = _solved(evidence, evidence.fitted)
     estimate, null, fastest, slowest = (np.full(timed.size, np.nan) for _ in range(4))
     for source in np.unique(evidence.sources[timed]):
         own = timed & (evidence.sources == source)
         rest = evidence.fitted & ~own
-        constants = solve(evidence.table.take(rest), evidence.seconds[rest], evidence.groups[rest])
+        constants = whole if rest.sum() == evidence.fitted.sum() else _solved(evidence, rest)
         table = evidence.table.take(own)
         estimate[own] = seconds_of(table, constants)
         fastest[own], slowest[own] = open_facts(table, constants, estimate[own])
         null[own] = _null(evidence, rest, own)
-    residual = np.log(estimate / evidence.seconds)
-    groups = np.unique(evidence.groups[timed])
-    members = [timed & (evidence.groups == group) for group in groups]
-    known = collected(evidence.table.take(timed), evidence.sources[timed]) if runs is None else runs
-    own = Residuals.of(evidence, (fastest, slowest), known)
-    residuals = own if unseen is None else own.and_of(unseen)
+    known = collected(evidence.table.take(timed), evidence.sources[timed])
+    residuals = Residuals.of(evidence, (fastest, slowest), known)
     held = np.zeros(timed.size, bool)
-    held[timed] = _held(own, residuals)
+    held[timed] = residuals.held
+    # The older figures are of rows that constants may be fitted on.
+    asked = replace(evidence, timed=timed & ~evidence.transcribed)
     return Judgement(
-        groups=tuple(groups),
-        rows=tuple(int(own.sum()) for own in members),
-        bias=tuple(float(np.median(np.exp(residual[own]) - 1)) for own in members),
-        step=tuple(_error(estimate[own], evidence.seconds[own]) for own in members),
-        medians=tuple(float(np.median(_errors(estimate[own], evidence.seconds[own]))) for own in members),
-        null=tuple(_error(null[own], evidence.seconds[own]) for own in members),
-        memory=_memory(evidence),
-        **choices(evidence, estimate, alike=False),
-        **choices(evidence, estimate, alike=True),
-        **_unfit(evidence),
-        held=tuple(float(held[own].mean()) for own in members),
-        kinds=_kinds(evidence, estimate, held),
+        cells=_by_cell(evidence, estimate, held, _unseen(evidence, whole)),
+        groups=_by_group(asked, estimate, null),
+        kinds=_kinds(asked, estimate),
+        memory=_memory(asked),
+        **choices(asked, estimate, alike=False),
+        **choices(asked, estimate, alike=True),
+        **_unfit(asked),
         estimate=estimate,
         residuals=residuals,
+        runs=known,
+        constants=whole,
     )
+
+
+def _solved(evidence: Evidence, rows: NDArray[np.bool_]) -> Constants:
+    return solve(evidence.table.take(rows), evidence.seconds[rows], evidence.groups[rows].tolist())
+
+
+def _unseen(evidence: Evidence, whole: Constants) -> Array:
+    """Seconds of each row by constants that have seen no row of its kind of model on its generation of devices."""
+    models, devices, _ = kinds(evidence.table)
+    estimate = np.full(evidence.timed.size, np.nan)
+    for model, device in sorted(set(zip(models[evidence.timed], devices[evidence.timed], strict=True))):
+        alike = (models == model) & (devices == device)
+        rest = evidence.fitted & ~alike
+        constants = whole if rest.sum() == evidence.fitted.sum() else _solved(evidence, rest)
+        own = evidence.timed & alike
+        estimate[own] = seconds_of(evidence.table.take(own), constants)
+    return estimate
+
+
+def _by_cell(
+    evidence: Evidence, estimate: Array, held: NDArray[np.bool_], unseen: Array
+) -> dict[str, dict[str, float]]:
+    cells, seconds = cells_of(evidence), evidence.seconds
+    peak = np.broadcast_to(sum_of(memory(evidence.table)), evidence.table.n) / evidence.peak
+    mixture = np.broadcast_to(evidence.table.experts > 0, evidence.timed.size)
+    found = {}
+    for name in np.unique(cells[evidence.timed]):
+        own = evidence.timed & (cells == name)
+        errors = _errors(estimate[own], seconds[own])
+        found[str(name)] = {
+            "rows": int(own.sum()),
+            "bias": float(np.median(estimate[own] / seconds[own])) - 1,
+            "error": float(errors.mean()),
+            "median": float(np.median(errors)),
+            "held": float(held[own].mean()),
+            "unseen": _error(unseen[own], seconds[own]),
+            "mixture": bool(mixture[own].any()),
+            "transcribed": bool(evidence.transcribed[own].any()),
+        }
+        if evidence.transcribed[own].any() and np.isfinite(peak[own]).any():
+            found[str(name)]["memory"] = float(np.nanmean(np.abs(peak[own] - 1)))
+    return found
+
+
+def _by_group(evidence: Evidence, estimate: Array, null: Array) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in np.unique(evidence.groups[evidence.timed]):
+        own = evidence.timed & (evidence.groups == name)
+        errors = _errors(estimate[own], evidence.seconds[own])
+        found[str(name)] = {
+            "rows": int(own.sum()),
+            "error": float(errors.mean()),
+            "median": float(np.median(errors)),
+            "null": _error(null[own], evidence.seconds[own]),
+        }
+    return found
 
 
 def seconds_of(table: Table, constants: Constants) -> Array:
@@ -164,27 +178,6 @@ def _weights(groups: NDArray[np.str_]) -> Array:
     return 1.0 / counts[index]
 
 
-def quantiles(residuals: Array, weights: Array) -> tuple[float, float]:
-    """The weighted quantiles LOW and HIGH."""
-    order = np.argsort(residuals)
-    sums = np.cumsum(weights[order])
-    places = np.searchsorted(sums, np.array([LOW, HIGH]) * sums[-1])
-    low, high = residuals[order][np.minimum(places, residuals.size - 1)]
-    return float(low), float(high)
-
-
-def collected(t: Table, sources: NDArray[np.str_]) -> list[Runs]:
-    """The runs of a table, by source and kind."""
-    devices, sequence = (np.broadcast_to(column, t.n) for column in (t.devices, t.sequence))
-    found: dict[tuple[str, str, str, str], list[int]] = {}
-    for row, (source, model, device, format) in enumerate(zip(sources, *kinds(t), strict=True)):
-        found.setdefault((str(source), str(model), str(device), str(format)), []).append(row)
-    return [
-        Runs(*key, rows=len(rows), devices=float(devices[rows].max()), sequence=float(sequence[rows].max()))
-        for key, rows in sorted(found.items())
-    ]
-
-
 def _null(evidence: Evidence, rest: NDArray[np.bool_], own: NDArray[np.bool_]) -> Array:
     """Model FLOPs at one share of the peak: the weighted median of those that the other sources reached."""
     t = evidence.table
@@ -195,38 +188,20 @@ def _null(evidence: Evidence, rest: NDArray[np.bool_], own: NDArray[np.bool_]) -
     return np.asarray(ideal[own] / share[order][np.searchsorted(sums, sums[-1] / 2)])
 
 
-def _of_kinds(evidence: Evidence) -> dict[str, NDArray[np.bool_]]:
-    """Rows whose times count, of models without experts and with."""
+def _kinds(evidence: Evidence, estimate: Array) -> dict[str, dict[str, float]]:
     mixture = np.broadcast_to(evidence.table.experts > 0, evidence.timed.size)
-    return dict(zip(KINDS, (evidence.timed & ~mixture, evidence.timed & mixture), strict=True))
-
-
-def _kinds(evidence: Evidence, estimate: Array, held: NDArray[np.bool_]) -> dict[str, dict[str, float]]:
     found = {}
-    for kind, rows in _of_kinds(evidence).items():
+    for kind in KINDS:
+        rows = evidence.timed & (mixture == (kind == "mixture"))
         groups = [rows & (evidence.groups == name) for name in np.unique(evidence.groups[rows])]
         errors = [_errors(estimate[own], evidence.seconds[own]) for own in groups]
-        if not errors:
-            continue
-        found[kind] = {
-            "rows": int(rows.sum()),
-            "mean": float(np.mean([one.mean() for one in errors])),
-            "median": float(np.mean([np.median(one) for one in errors])),
-            "held": float(np.mean([held[own].mean() for own in groups])),
-            "groups": len(groups),
-        }
+        if errors:
+            found[kind] = {
+                "rows": int(rows.sum()),
+                "mean": float(np.mean([one.mean() for one in errors])),
+                "median": float(np.mean([np.median(one) for one in errors])),
+            }
     return found
-
-
-def _held(own: Residuals, residuals: Residuals) -> NDArray[np.bool_]:
-    """Which rows are within the interval of other sources' residuals."""
-    held = np.zeros(own.values.size, bool)
-    for kind in KINDS:
-        for source in np.unique(own.sources):
-            rows = (own.sources == source) & (own.mixture == (kind == "mixture"))
-            low, high = residuals.interval(kind, without=str(source))
-            held[rows] = (low <= own.values[rows]) & (own.values[rows] <= high)
-    return held
 
 
 def choices(evidence: Evidence, estimate: Array, *, alike: bool) -> dict[str, tuple[int, int]]:
@@ -252,7 +227,7 @@ def choices(evidence: Evidence, estimate: Array, *, alike: bool) -> dict[str, tu
 
 def _memory(evidence: Evidence) -> dict[str, float]:
     """Mean error of the peak, by group."""
-    known = evidence.ran & np.isfinite(evidence.peak)
+    known = evidence.ran & np.isfinite(evidence.peak) & ~evidence.transcribed
     found = np.broadcast_to(sum_of(memory(evidence.table)), evidence.table.n)
     return {
         str(group): _error(found[own], evidence.peak[own])

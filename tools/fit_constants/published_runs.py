@@ -25,7 +25,8 @@ RUNS = Path(__file__).with_name("training_runs.csv.gz")
 RECIPES = Path(__file__).with_name("recipe_runs.csv")
 """98 more of NVIDIA's own recipes on H100, in 16 and in 8 bits; constants are fitted on them too."""
 TRANSCRIBED = Path(__file__).with_name("transcribed_runs.csv")
-"""71 more, of other sources: no constant is fitted on them, so that they tell how estimates hold for what is new."""
+"""102 more, most of other sources: no constant is fitted on them, so that they tell how estimates hold for what is
+new."""
 
 
 # Published runs as tables: configurations and measurements.
@@ -33,7 +34,7 @@ TRANSCRIBED = Path(__file__).with_name("transcribed_runs.csv")
 # Seconds of a step come from `iter_time_s`, or from tokens/s of a device or of all. The peak is in bytes; a source says
 # GB or GiB, and nanotron's log says GB of what it divides by 2³⁰ (`create_table_log`). Rows of the playbook's
 # interactive figure (S01) count for times by their upper envelope only. Rows of whole models that are fine-tuned do not
-# count, since they pack sequences of other lengths; rows of adapters do.
+# count; rows of adapters do.
 
 ENVELOPE = 0.20
 """Of the peak, in model FLOPs: what a row of the interactive figure has to reach to count."""
@@ -59,11 +60,13 @@ class Evidence:
     """Rows whose times count."""
     computed: NDArray[np.bool_]
     """Rows whose times look computed and not measured: judged as their source gives them, and never fitted on."""
+    transcribed: NDArray[np.bool_]
+    """Rows of `TRANSCRIBED`, which are never fitted on either."""
 
     @property
     def fitted(self) -> NDArray[np.bool_]:
         """Rows that constants are fitted on."""
-        return self.timed & ~self.computed
+        return self.timed & ~self.computed & ~self.transcribed
 
     @property
     def groups(self) -> NDArray[np.str_]:
@@ -90,7 +93,7 @@ class Evidence:
 
 def evidence(*paths: str | Path) -> Evidence:
     """Every run of some CSVs that can be estimated, with what was measured."""
-    given = [record for path in paths for record in records(path)]
+    given = [record | {"path": str(path)} for path in paths for record in records(path)]
     table, found = rows(given)
     supported = [(row, record) for row, record in zip(found, given, strict=True) if row.index is not None]
     seconds = np.array([_number(record, "iter_time_s") for _, record in supported])
@@ -113,6 +116,7 @@ def evidence(*paths: str | Path) -> Evidence:
         peak=np.array([_peak(record) for _, record in supported]),
         ran=ran,
         timed=timed,
+        transcribed=np.array([record["path"] == str(TRANSCRIBED) for _, record in supported]),
         computed=(sources == COMPUTED) & np.broadcast_to(table.devices <= table.node, table.n),
     )
 

@@ -321,6 +321,10 @@ class Profile:
     regathers: float = 1.0
     """A product whose input is split by tokens keeps its part, and gathers it again for its gradient; a half says that
     it is not known."""
+    stops: float = 0.0
+    """A layer that is computed again for the backward pass ends with the last tensor that a gradient needs, as in
+    PyTorch's checkpoint without re-entry (`early_stop`): the last product of an MLP and what experts send back are
+    computed once."""
     tuned: float = 0.0
     """Kernels of products are chosen for Hopper by Transformer Engine or XLA, not as PyTorch's library offers them; a
     half says that it is not known."""

@@ -1,12 +1,13 @@
 """Error interval of an estimate: covers 90% of measured runs of its kind.
 
-    r = log(estimate / measured) / w        seconds in [s₁ · exp(−w r₉₅), s₀ · exp(−w r₅)]        `between`
+    seconds in [s₁ · exp(−w q), s₀ · exp(w q)]                                                           `between`
 
-w is by how much the interval is wider where few published runs are of the question's kind, or none
-(`widening`); in most questions it is 1. r₅ and r₉₅ are quantiles of the residuals of published runs, each of a source
-that was held out while constants were fitted (`fit_constants.fit.judge`) and that does not count for w, each source on
-one kind of hardware weighing the same. They are written beside the constants, for models with experts and without
-(`KINDS`), since the former are harder to estimate. What open facts explain of a run is no residual.
+w is by how much the interval is wider where few published runs are of the question's kind, or none (`widening`); in
+most questions it is 1. q is a conformal quantile of the errors of published runs, |log(estimate / measured)| over their
+own w, each of a source that was held out while constants were fitted. Every cell, a source's runs of one kind of model
+on one kind of hardware, weighs the same, and q covers 90% of the runs of one more cell that is like them
+(`fit_constants.residuals`). It is written beside the constants, for models with experts and without (`KINDS`), since
+the former are harder to estimate. What open facts explain of a run is no error.
 
 s₀ and s₁ are the estimate with every fact that the framework leaves open against it, and for it
 (`cost_model.step.open_facts`). Both are the estimate where nothing is open.
@@ -30,16 +31,17 @@ from hyper_parallel.planner.constants import FITTED
 from hyper_parallel.planner.cost_model.step import Estimate
 from hyper_parallel.planner.table import PRECISIONS, Array, Table
 
-LOW, HIGH = 0.05, 0.95
+LEVEL = 0.9
+"""Of steps, within the interval of their estimate."""
 KINDS = ("dense", "mixture")
 """Models without experts, and with."""
 
 
 @cache
-def residuals() -> dict[str, tuple[float, float]]:
-    """r₅ and r₉₅ by kind."""
-    found = json.loads(FITTED.read_text())["residuals"]
-    return {kind: (float(found[kind]["low"]), float(found[kind]["high"])) for kind in KINDS}
+def quantiles() -> dict[str, float]:
+    """q by kind."""
+    found = json.loads(FITTED.read_text())["quantiles"]
+    return {kind: float(found[kind]) for kind in KINDS}
 
 
 SIMULATED = Path(__file__).with_name("simulated_residuals.json")
@@ -60,10 +62,9 @@ def simulated_between(seconds: float, mixture: bool) -> tuple[float, float]:
 
 def between(t: Table, estimates: Estimate) -> tuple[Array, Array]:
     """Seconds that nine of ten steps with such estimates take at least and at most."""
-    found = residuals()
-    low, high = (np.where(t.experts > 0, found["mixture"][i], found["dense"][i]) for i in (0, 1))
-    wider = widening(t)
-    return estimates.fastest * np.exp(-high * wider), estimates.slowest * np.exp(-low * wider)
+    found = quantiles()
+    half = np.where(t.experts > 0, found["mixture"], found["dense"]) * widening(t)
+    return estimates.fastest * np.exp(-half), estimates.slowest * np.exp(half)
 
 
 # Which published runs an estimate rests on: how many are of the question's kind, and what follows for its interval.
@@ -83,9 +84,9 @@ def between(t: Table, estimates: Estimate) -> tuple[Array, Array]:
 #     w(n) = 2 for n = 0,  √(1 + 1/n) for n = 1 and 2,  1 from three sources on                            `WIDER`
 #
 # in the logarithm. √(1 + 1/n) is by how much the spread of one more source about the mean of n exceeds that of a source
-# about the true mean; from three sources on the quantiles of residuals, which are of many sources, hold it. The 2 is a
-# choice, fixed before any interval was computed with it. Quantiles are of residuals over w of their own row, its source
-# left out (`fit_constants.fit`), so that nine of ten rows stay within intervals that are made of them.
+# about the true mean; from three sources on the quantiles of errors, which are of many sources, hold it. The 2 is a
+# choice, fixed before any interval was computed with it. Quantiles are of errors over w of their own row, its source
+# left out (`fit_constants.residuals`), so that nine of ten rows stay within intervals that are made of them.
 
 NEAR = 4.0
 """Factor up to which a run on fewer devices, or with shorter sequences, is evidence for a question."""

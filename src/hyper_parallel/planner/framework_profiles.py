@@ -95,6 +95,7 @@ AUTOMODEL = Profile(
     state_bytes=4,
     logit_bytes=4,
     regathers=0,
+    stops=1,
     bias_by_expert=1,
     tuned=1,
     defaults=Defaults(zero=3, vocabulary=128256, gathered_in_pipelines=True),
@@ -110,6 +111,7 @@ MEGATRON_BRIDGE = Profile(
     overlap_tensor=1,
     dedup=0.5,
     overlap_expert=0.5,
+    fused_routing=0.5,
     even=0.5,
     gradient_bytes=2,
     state_bytes=8,
@@ -123,9 +125,11 @@ MEGATRON_BRIDGE_RECIPES = replace(
     name="megatron-bridge-recipes",
     source=(
         "Megatron-Bridge, scripts/performance: recorded graphs of kernels, grad_reduce_in_fp32 false, layers laid "
-        "out so that embedding and loss count as layers, routing forced to be even"
+        "out so that embedding and loss count as layers, routing forced to be even, moe_router_fusion and "
+        "moe_permute_fusion"
     ),
     graphs=1,
+    fused_routing=1,
     balanced=1,
     even=1,
 )
@@ -212,6 +216,7 @@ FSDP = Profile(
     state_bytes=8,
     logit_bytes=12,
     regathers=0,
+    stops=1,
     defaults=Defaults(zero=3),
 )
 
@@ -230,6 +235,7 @@ TORCHTITAN = Profile(
     state_bytes=8,
     logit_bytes=14,
     regathers=0,
+    stops=1,
     defaults=Defaults(
         zero=3,
         sequence_parallel=True,

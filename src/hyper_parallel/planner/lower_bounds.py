@@ -16,7 +16,8 @@ clusters all links count as the fastest one.
 outside of them except bubble and sends. DualPipe hides exchanges of experts, so it has a separate bound (`dual`).
 
 The share w of the layers that must be recomputed to fit at all (`floor`) lengthens a layer's passes by at least w times
-the forward pass that `layer` counts, without launches and context's exchange. Gathers that take longer than (1 +
+the forward pass that `layer` counts, without launches and context's exchange, and without what need not be computed
+again (`Profile.stops`). Gathers that take longer than (1 +
 `beside`) times the backward pass hide the difference, which is subtracted (`_longer`).
 
 **`Bounds.scheduled`**, with the schedule: pace, bubble and sends as in the estimate. The reduction of gradients hides
@@ -185,8 +186,11 @@ class Bounds:
         """A lower bound of the seconds that recomputing the share `again` of the layers adds to a layer's passes."""
         times = micro_batches(table) * table.layers / table.pipeline
         exchanged = (parts["tensor"] + parts["expert"]) / 2
-        # Of a frozen model's products the forward pass has a third to a half.
-        forward = parts["products"] / 3 + parts["attention"] / 3.5 + parts["elementwise"] / 2.6 + exchanged
+        # Of a frozen model's products the forward pass has a third to a half. What a layer that stops early leaves out
+        # (`Profile.stops`) is at most half of its products, the last of an MLP, and half of the experts' exchange.
+        needed = 1 - 0.5 * table.stops
+        forward = needed * parts["products"] / 3 + parts["attention"] / 3.5 + parts["elementwise"] / 2.6
+        forward = forward + (parts["tensor"] + needed * parts["expert"]) / 2
         share = np.where(table.frozen > 0, 1 / 2, 2 / 3)
         backward = share * parts["products"] + 2.5 * parts["attention"] / 3.5
         backward = backward + 1.6 * parts["elementwise"] / 2.6 + exchanged

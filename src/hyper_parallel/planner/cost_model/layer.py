@@ -145,7 +145,14 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     back = products_backward + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
     forward = _longer(k, busy + apart.expert, launches) + apart.forward - apart.expert
     backward = _longer(k, back + apart.expert, BACKWARD_LAUNCHES * launches) + apart.backward - apart.expert
-    again = np.where(t.recompute == 2, forward, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0))
+    once_more = forward
+    if np.any((t.stops > 0) & (t.recompute == 2)):
+        spared = dense_share(t) * multiply(tokens, t.hidden, t.ffn / ranks.tensor)
+        needed = busy - t.stops * spared + apart.expert * (1 - 0.5 * t.stops)
+        once_more = _longer(k, needed, launches) + apart.forward - apart.expert
+    again = np.where(
+        t.recompute == 2, once_more, np.where(t.recompute == 1, unfused + 0.2 * elementwise, 0.0)
+    )
     return Layer(
         products + own,
         products_backward,

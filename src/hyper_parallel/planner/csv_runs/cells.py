@@ -48,10 +48,10 @@ MEASURED = (
 NEEDED = ("hardware", "n_devices")
 """Without these columns no row can be estimated."""
 
-_OPTIONS = re.compile(r"\b(task|mp_mode|etp)=([\w-]+)")
+_OPTIONS = re.compile(r"\b(task|mp_mode|etp|packed|rank)=([\w-]+)")
 WORDS = re.compile(
-    r"(?<!\w)(deep-?ep|hybrid-?ep|all-?to-?all|(?:a2a|1f1b|ep)[- ]overlap|forced?[- ]balanc\w*|balanced gate|"
-    r"loss in split|\(token ?drop\))",
+    r"(?<!\w)(deep-?ep|hybrid-?ep|all-?to-?all|(?:no )?(?:a2a|1f1b|ep)[- ]overlap|forced?[- ]balanc\w*|balanced gate|"
+    r"loss in split|\(token ?drop\)|(?:no )?recorded graphs|fused router|no tp overlap|w/o mtp)",
     re.IGNORECASE,
 )
 """What notes say of how a run was done: options, and words of dispatch; the rest of them may speak of results."""

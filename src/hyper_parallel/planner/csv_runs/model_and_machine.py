@@ -374,11 +374,19 @@ _STATED: tuple[tuple[str, dict[str, float]], ...] = (
     (r"deep[-_ ]?ep|hybrid[-_ ]?ep", {"dedup": 1.0}),
     (r"all[-_ ]?to[-_ ]?all|allgather", {"dedup": 0.0}),
     (r"(a2a|1f1b|ep)[-_ ]overlap", {"overlap_expert": 1.0}),
+    (r"\bno (a2a|1f1b|ep)[-_ ]overlap", {"overlap_expert": 0.0}),
     (r"forced?[-_ ]balanc|balanced gate", {"even": 1.0}),
     # Megatron's --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split.
     (r"loss in split", {"balanced": 1.0}),
     # Experts with a capacity have static shapes: the host waits for no counts.
     (r"\(token ?drop\)", {"even": 1.0, "graphs": 1.0}),
+    (r"recorded graphs", {"graphs": 1.0}),
+    # An all-to-all whose experts have no capacity waits in each layer for counts, and nothing recorded runs ahead.
+    (r"^(?!.*token ?drop).*all[-_ ]?to[-_ ]?all.*recorded graphs", {"graphs": 0.0}),
+    (r"\bno recorded graphs", {"graphs": 0.0}),
+    # Megatron's --moe-router-fusion, with --moe-permute-fusion.
+    (r"fused router", {"fused_routing": 1.0}),
+    (r"no tp overlap", {"overlap_tensor": 0.0}),
 )
 """What words say; later ones add to earlier ones."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +102,9 @@ def _columns(cells: Cells, profile: Profile) -> tuple[str, Mapping[str, float]]:
     shape = shape_of(cells, profile)
     profile = profile_of_mixture(profile, shape, notes["supernode"])
     sequence = sequence_of(cells, shape)
+    if (packed := cells.option("packed")).isdigit():
+        # Tokens attend to their own piece of the sequence alone, in the mean to half of it.
+        shape = replace(shape, window=max(1, int(packed) // 2), windowed=1.0)
     spread = _spread(cells, profile, shape, notes["node"])
     precision = _precision(cells, cluster, profile)
     batch = spread.pop("batch")
@@ -290,10 +293,12 @@ def _recompute(cells: Cells, profile: Profile, shape: Shape, stages: int) -> dic
         kind = "full"
     elif re.match(r"(none|no|false|0)\b", words):
         kind = "none"
-    elif "selective" in words or "core_attn" in words:
-        kind = "selective"
     elif words.startswith("save_qkv_proj"):
         kind, share = "full", _beside_projections(shape)
+    elif again := _of_modules(shape, words):
+        kind, share = "full", again
+    elif "selective" in words or "core_attn" in words:
+        kind = "selective"
     else:
         kind = "none"
         cells.filled["recompute"] = (
@@ -302,6 +307,26 @@ def _recompute(cells: Cells, profile: Profile, shape: Shape, stages: int) -> dic
     if kind == "selective" and profile.defaults.selective:
         kind, share = "full", profile.defaults.selective
     return {"recompute": code("recompute", kind), "recomputed": share}
+
+
+def _of_modules(shape: Shape, words: str) -> float:
+    """The share of the layers' products that is in the modules of Megatron's `recompute_modules` that `words` names.
+
+    0 where they name none that has products: `layernorm`, `moe_act` and `core_attn`, which a fused kernel leaves little
+    of, are small parts of a layer.
+    """
+    names = set(re.split(r"[,+ ]+", words))
+    routed = shape.chosen * (shape.expert_hidden or shape.hidden) * shape.expert_ffn
+    parts = {
+        "moe": shape.expert_layers * shape.matrices * (routed + shape.hidden * shape.shared_ffn),
+        "mlp": (shape.mlp_layers - shape.expert_layers) * shape.dense,
+    }
+    if shape.latent is not None:
+        latent = shape.latent
+        queries, keys = latent.query_rank * (latent.plain + latent.rotary), latent.plain + latent.value
+        parts["mla_up_proj"] = shape.attention_layers * shape.heads * (queries + latent.key_rank * keys)
+    layers = shape.active_parameters - (2 - shape.tied) * shape.vocabulary * shape.hidden
+    return sum(size for name, size in parts.items() if name in names) / layers
 
 
 def _beside_projections(shape: Shape) -> float:
@@ -329,6 +354,10 @@ def _adapter(cells: Cells) -> Adapter | None:
     """The adapter that is trained in place of the whole model; None where that is."""
     if not re.search("lora", cells.option("task"), re.IGNORECASE):
         return None
+    if rank := cells.option("rank"):
+        if not rank.isdigit():
+            raise cells.malformed("notes", "rank= with a whole number")
+        return Adapter(int(rank))
     cells.filled["adapter"] = (
         "rank 32 on queries, keys and values, the default of NeMo's recipes; 16-bit frozen weights"
     )
@@ -336,9 +365,11 @@ def _adapter(cells: Cells) -> Adapter | None:
 
 
 def _prediction_modules(cells: Cells, shape: Shape, profile: Profile) -> int:
-    """Modules that predict one token more, which Megatron-Bridge's recipes train with the models that have them."""
+    """Modules that predict one token more, which recipes of Megatron-Bridge and NeMo 2 train with the models that have
+    them, unless a row says that its run did not."""
     model = known(shape.name)
-    if model is None or not profile.name.startswith("megatron-bridge"):
+    without = re.search(r"w/o mtp", cells.text("notes"), re.IGNORECASE)
+    if model is None or without or not re.match(r"megatron-bridge|nemo$", profile.name):
         return 0
     modules = of_published(model.name)
     return cells.take("prediction modules", modules, f"of the published {model.name}") if modules else 0
