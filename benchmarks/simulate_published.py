@@ -55,7 +55,7 @@ from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.csv_runs.cells import read, records
 from hyper_parallel.planner.csv_runs.model_and_machine import shape_of
 from hyper_parallel.planner.csv_runs.rows import RunRow, rows
-from hyper_parallel.planner.error_interval import HIGH, LOW, SIMULATED
+from hyper_parallel.planner.error_interval import SIMULATED
 from hyper_parallel.planner.framework_profiles import profile_of
 from hyper_parallel.planner.metrics import Figures, disagreement, figures
 from hyper_parallel.planner.query import Question
@@ -389,7 +389,7 @@ def residuals(told: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         weights = np.array([1 / groups[one["source"], one["hardware"]] for one in rows])
         order = np.argsort(values)
         places = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
-        low, high = np.interp((LOW, HIGH), places, values[order])
+        low, high = np.interp((0.05, 0.95), places, values[order])
         found[kind] = {"low": round(float(low), 4), "high": round(float(high), 4), "runs": len(rows)}
     return found
 
