@@ -18,7 +18,8 @@ also go through memory seven times.
 
 Elementwise operators are counted in bytes: norms, residuals and their gradients nine times the hidden state, split
 over P where the sequence is; activations of the MLP as wide as its features; rotations of queries and keys; biases of
-routed experts (`BIASES`). Linear layers of 8 and 4 bits read their inputs once more to scale them.
+routed experts (`BIASES`). Linear layers of 8 and 4 bits read their inputs once more to scale them, and experts copy
+their rows to multiples of 16 (`PADDED`).
 
 Host: a layer's kernels cost the host `launch` each (`_kernels`); where that is longer than the device is busy, it is
 what a pass takes, and where both are near a pass takes longer than either (`_longer`); exchanges of experts run while
@@ -74,6 +75,10 @@ BIASES = (6.0, 64.0)
 16 bits (read and written; its gradient read to be summed), and expert by expert in float32 (`Profile.bias_by_expert`).
 The latter writes bias · probability (4), adds it (6 read, 4 written), joins the experts' rows (8) and casts them (6);
 backward it casts twice (12) and multiplies and sums for the gradients of bias and probability (12 each)."""
+PADDED = 8.0
+"""Bytes that an element of a routed row costs, forward, where experts multiply in 8 or 4 bits: rows of each expert are
+copied to a multiple of 16 or 32 of them, and the result back (Transformer Engine's `Fp8Padding` in Megatron Core's
+`TEGroupedMLP`). Libraries that send a token to a node once can do so as they sort its rows (HybridEP)."""
 RECORDED = 0.7
 """Launches of a layer that recorded graphs take the place of: those of attention, router and preprocessing (the scope
 of Megatron-Bridge's recipes), but not of experts and exchanges."""
@@ -290,7 +295,10 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
     wide = with_experts * routed + dense_share(t) * t.ffn + attending(t) * t.heads * t.head_dim
     wide = wide + mixing(t) * t.mixer_inner
     scales = np.where(t.precision > PRECISIONS.index("fp8"), 1.3, 1.0)
-    return np.where(few, 4 * scales * (blocks(t) * outside * t.hidden + tokens * wide / ranks.tensor), 0.0)
+    padded = with_experts * PADDED * (1 - t.dedup) * t.chosen * expert_width(t) * tokens / ranks.tensor
+    return np.where(
+        few, 4 * scales * (blocks(t) * outside * t.hidden + tokens * wide / ranks.tensor) + padded, 0.0
+    )
 
 
 def _kernels(t: Table, k: Constants, ranks: Ranks, with_experts: Array) -> Array:
