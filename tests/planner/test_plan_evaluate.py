@@ -17,8 +17,8 @@ FIGURES = {"step_time_s", "tokens_per_s_per_device", "mfu", "peak_memory_gb", "f
 
 
 @pytest.fixture(autouse=True)
-def residuals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(error_interval, "residuals", lambda: {"dense": (-0.1, 0.2), "mixture": (-0.5, 0.5)})
+def quantiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(error_interval, "quantiles", lambda: {"dense": 0.2, "mixture": 0.5})
 
 
 def told(*records: dict[str, Any]) -> list[dict[str, Any]]:
