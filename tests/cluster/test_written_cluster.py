@@ -38,7 +38,9 @@ def test_ten_lines_are_a_cluster(path: Path) -> None:
 
 def test_the_planner_answers_for_it(path: Path) -> None:
     [line] = re.findall(r"^ +hyper-parallel (plan .*mine.yaml.*)$", GUIDE, re.MULTILINE)
-    found = CliRunner().invoke(command, [*line.replace("mine.yaml", str(path)).split(), "--json"])
+    found = CliRunner().invoke(
+        command, [*line.replace("mine.yaml", str(path)).split(), "--json", "--simulate", "0"]
+    )
     assert found.exit_code == 0, found.output
     best = json.loads(found.stdout)["best"][0]
     assert best["fits"]

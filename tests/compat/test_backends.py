@@ -97,7 +97,8 @@ def test_host_buffer_has_the_shape_and_dtype() -> None:
         ("Ascend910B3", torch.float16, 313e12),
         ("Ascend910B3", torch.float32, None),
         ("NVIDIA A100-SXM4-80GB", torch.float8_e4m3fn, None),
-        ("NVIDIA GeForce RTX 4090", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2e12),
+        ("NVIDIA GeForce RTX 3090", torch.bfloat16, None),
     ],
 )
 def test_published_peaks(name: str, dtype: torch.dtype, expected: float | None) -> None:
