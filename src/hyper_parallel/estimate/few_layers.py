@@ -89,7 +89,7 @@ def predict_few_layers(
     for count, one in zip(counts, found, strict=True):
         for name, part in one.parts.items():
             parts[name] += count * part
-    # How far collectives run ahead is of the longer steps; those that count less than once are of what is computed again.
+    # How far collectives run ahead is that of the longer steps.
     ahead = max(one.timeline.peak.bytes - bytes for one, bytes in zip(found[1:], held[1:], strict=True))
     peak = written + max(ahead, 0.0)
     flops = flops_of_model(model_of(run, [])).per_token(run.data.sequence) * found[0].tokens

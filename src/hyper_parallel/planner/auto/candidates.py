@@ -295,12 +295,7 @@ def ranked(question: Question, constants: Constants) -> Iterator[Figures]:
     found = estimate(table, constants)
     fits = np.flatnonzero(np.broadcast_to(found.fits, table.n))
     seconds, peak = (np.broadcast_to(column, table.n)[fits] for column in (found.seconds, found.peak))
-    # Of estimates within a thousandth, those come first that split no sequence, and that move nothing.
-    splits, moved = (
-        np.broadcast_to(column, table.n)[fits]
-        for column in (table.context > 1, table.state_on_host + table.activations_on_host)
-    )
-    order = fits[np.lexsort((peak, moved, splits, np.round(np.log(seconds), 3)))]
+    order = fits[np.lexsort((peak, seconds))]
     for start in range(0, order.size, CHUNK):
         some = table.take(order[start : start + CHUNK])
         yield from figures(some, estimate(some, constants))
