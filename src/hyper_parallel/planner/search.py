@@ -7,7 +7,7 @@ best way without enumerating all. So the answer is the optimum of the model, and
 
 The search reports one strategy for each set of degrees (with data = replicate · shard), so that the ten best differ in
 more than a code. A strategy therefore also has to be faster than the best one known with its degrees. Ties go to fewer
-axes, then to the smaller peak, then to the first in the order of columns. Of ties that differ only in data and context,
+axes, of as many to those without context, then to the smaller peak, then to the first in the order of columns. Of ties that differ only in data and context,
 the search reports one.
 """
 
@@ -171,6 +171,8 @@ class _Best:
             return
         rows, seconds, bytes = taken(rows, some), _even(seconds[some]), bytes[some]
         several = sum(((rows[name] > 1).astype(np.float64) for name in DEGREES), np.zeros(some.size))
+        # Of as many axes, those ask for less that split no sequence.
+        several = several + 0.5 * (rows["context"] > 1)
         ranks = [bytes, seconds, several] if self.by_memory else [seconds, several, bytes]
         ranks += [rows[name] for name in SPREAD]
         order = np.lexsort(ranks[::-1])
