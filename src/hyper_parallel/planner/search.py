@@ -7,8 +7,8 @@ best way without enumerating all. So the answer is the optimum of the model, and
 
 The search reports one strategy for each set of degrees (with data = replicate · shard), so that the ten best differ in
 more than a code. A strategy therefore also has to be faster than the best one known with its degrees. Ties go to fewer
-axes, of as many to those without context, then to the smaller peak, then to the first in the order of columns. Of ties that differ only in data and context,
-the search reports one.
+axes, of as many to those without context, then to the smaller peak, then to the first in the order of columns. Of ties
+that differ only in data and context, the search reports one.
 """
 
 from __future__ import annotations
