@@ -58,7 +58,7 @@ def asked(model: str, cluster: str, folder: Path) -> Row:
     )
     if "error" in plan:
         return {"planned_in_s": seconds, "error": plan["error"]}
-    answer, best = plan["answer"], plan["best"][0]
+    answer, best = plan["answer"], plan["best"][plan["chosen"]]
     row = {
         "axes": {k: v for k, v in answer["strategy"].items() if k in AXES and v != 1},
         "estimated": plan["estimated"],

@@ -10,6 +10,7 @@ import pytest
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner import refine
+from hyper_parallel.planner.constants import constants_for
 from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
 from hyper_parallel.planner.metrics import Simulated
 from hyper_parallel.planner.query import Question
@@ -80,3 +81,8 @@ def test_others_are_simulated_while_one_may_be_quicker(monkeypatch: pytest.Monke
     assert shown.seconds == 1.0 and shown.peak == 50.0 * 2**30
     assert shown.between[0] < 1.0 < shown.between[1]
     assert "Simulated: a step in 1.00 s" in answer_of(found).file().text  # type: ignore[misc]
+    # Reasons, and figures as data, are those of what is answered.
+    data = answer_of(found).to_json()
+    assert data["chosen"] == 1 and data["answer"]["step_time_s"] == 1.0 and "parts_s" not in data["answer"]
+    known = constants_for(HYPER_PARALLEL, found.question.cluster)
+    assert found.why.to_json() == refine.explain(found.best[1], found.question, known).to_json()

@@ -24,6 +24,7 @@ from hyper_parallel.graph.capture_overrides import collect_between, uncollected
 from hyper_parallel.planner import format
 from hyper_parallel.planner.captured_costs import engine_profile
 from hyper_parallel.planner.constants import Constants, constants_for
+from hyper_parallel.planner.explain import explain
 from hyper_parallel.planner.format import ON_HOST
 from hyper_parallel.planner.metrics import DIFFER, Simulated
 from hyper_parallel.planner.query import Question
@@ -127,7 +128,9 @@ def _solved(
             if one.fits is False and one.peak is not None
         ]
         if not question.runnable or len(over) < len(found.simulated):
-            return found
+            # The reasons are those of what is answered.
+            why = explain(found.best[found.chosen], question, known) if found.chosen else found.why
+            return replace(found, why=why)
         progress(
             f"the simulated peak of none fits, {min(over):.2f} times the estimate or more; planning again"
         )

@@ -84,7 +84,7 @@ def answer_of(
             ("next", "--out run.yaml (a file for train), --details (why)"),
         ],
         heading=_heading(solved),
-        facts=[*_facts(best), *run_facts],
+        facts=[*_facts(best, solved.best[solved.chosen]), *run_facts],
         sheets=[_choices(solved), *simulated, *solved.why.sheets, _searched(solved)],
         sentences=[rests_on.sentence, *ties, *solved.why.sentences],
         notes=solved.notes,
@@ -105,8 +105,8 @@ def _heading(solved: Solved) -> str:
     return f"{WORD} steps of {what}, {step}, on {question.devices:,} devices of {question.cluster.title}"
 
 
-def _facts(best: Figures) -> list[Fact]:
-    """The figures of the best strategy."""
+def _facts(best: Figures, estimated: Figures) -> list[Fact]:
+    """The figures of the best strategy. What collectives and stages wait for is of its estimate, a share of that."""
     interval = f"{WORD} seconds of a step; 90% of measured steps lie within {format.between(best)}"
     return [
         Fact("best strategy", format.axes(best.strategy), format.settings(best.strategy)),
@@ -120,10 +120,14 @@ def _facts(best: Figures) -> list[Fact]:
         ),
         Fact(
             "exposed communication",
-            format_duration(best.communicating),
-            f"{best.communicating / best.seconds:.1%} of the step",
+            format_duration(estimated.communicating),
+            f"{estimated.communicating / estimated.seconds:.1%} of the {WORD} step",
         ),
-        Fact("bubble", format_duration(best.waiting), f"{best.waiting / best.seconds:.1%} of the step"),
+        Fact(
+            "bubble",
+            format_duration(estimated.waiting),
+            f"{estimated.waiting / estimated.seconds:.1%} of the {WORD} step",
+        ),
     ]
 
 
@@ -286,12 +290,24 @@ def _simulated(solved: Solved) -> list[tuple[str, str]]:
     return [("estimate", line)]
 
 
+_OF_ESTIMATE = ("parts_s", "memory_bytes", "exposed_communication_s", "bubble_s")
+"""What a simulated step has in `predicted`, by other names."""
+
+
+def _answer(solved: Solved) -> dict[str, Any]:
+    """The figures of what is chosen; simulated ones without the parts of the estimate, which add up to another step."""
+    found = solved.shown.to_json()
+    left = _OF_ESTIMATE if solved.prediction is not None else ()
+    return {name: value for name, value in found.items() if name not in left}
+
+
 def _data(solved: Solved, rests_on: Support) -> dict[str, Any]:
     """The same as plain data. Times are seconds, memory is bytes; all are estimated."""
     question, work, found = solved.question, solved.question.workload, solved.found
     return {
         "estimated": solved.prediction is None,
-        "answer": solved.shown.to_json(),
+        "chosen": solved.chosen,
+        "answer": _answer(solved),
         "model": work.shape.name,
         "parameters": work.shape.parameters,
         "active_parameters": work.shape.active_parameters,
