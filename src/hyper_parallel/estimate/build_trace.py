@@ -139,13 +139,8 @@ def captured_step(
     rank: int = 0,
 ) -> StepGraph:
     """The graph of a rank's step of so many micro-batches after its passes. `model` is not changed."""
-    model = copy.deepcopy(model)
     with fake_ranks(strategy.axes.world, rank):
-        parallelize(model, strategy, lowering="traceable")
-        check_length(sharded(model), config)
-        shape = MicroBatchShape(micro_batch(config), config.data.sequence, False)
-        with replace(current_step(), even_load=load_of(strategy)).installed():
-            step = capture_one(Recipe.of(config, model), shape, micro_batches)
+        step = captured_micro_batch(model, config, strategy, micro_batches)
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
         if any(one.provides & ACROSS_LAYERS for one in passes):
             say(f"rewriting it: {', '.join(one.name for one in passes)}")
@@ -155,6 +150,19 @@ def captured_step(
         else:
             step = repeated(rewritten_loop(step, strategy.memory.shard, micro_batches, each), micro_batches)
         return rewritten(step, [one for one in passes if of_whole_step(one)])
+
+
+def captured_micro_batch(
+    model: nn.Module, config: RunConfig, strategy: Strategy, micro_batches: int
+) -> StepGraph:
+    """The graph of a step with one of its micro-batches, before its passes, as a rank of `fake_ranks` has it. `model`
+    is not changed."""
+    model = copy.deepcopy(model)
+    parallelize(model, strategy, lowering="traceable")
+    check_length(sharded(model), config)
+    shape = MicroBatchShape(micro_batch(config), config.data.sequence, False)
+    with replace(current_step(), even_load=load_of(strategy)).installed():
+        return capture_one(Recipe.of(config, model), shape, micro_batches)
 
 
 def load_of(strategy: Strategy) -> float:

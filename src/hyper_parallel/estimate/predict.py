@@ -114,7 +114,7 @@ def _predicted(
             config,
             cluster,
             plain,
-            algorithm=dispatch or _algorithm(strategy),
+            algorithm=dispatch or collective_algorithm(strategy),
             views=views,
             fused=fused,
             explain=explain,
@@ -136,7 +136,7 @@ def _predicted(
     notes += kept.notes
     trace = replace(trace, model_flops=flops)
     say(f"simulating {len(trace.ops['all']):,} ops on {cluster.name or cluster.source}")
-    timeline = simulate(trace, cluster, algorithm=dispatch or _algorithm(strategy))
+    timeline = simulate(trace, cluster, algorithm=dispatch or collective_algorithm(strategy))
     if any(_has_experts(name) for name, _ in plain.named_modules()):
         notes.append(_loads(load_of(strategy)))
     return Prediction(
@@ -252,7 +252,8 @@ def _factors(number: int) -> str:
     return " · ".join(map(str, [*found, *([number] if number > 1 else [])])) or "1"
 
 
-def _algorithm(strategy: Strategy) -> str | None:
+def collective_algorithm(strategy: Strategy) -> str | None:
+    """How a file has its collectives priced; None for the quickest that the cluster has."""
     return "flat" if strategy.placement.collectives == "flat" else None
 
 

@@ -12,7 +12,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from hyper_parallel.cluster import Cluster
@@ -273,33 +274,37 @@ def overlap(
     step: StepGraph,
     cluster: Cluster,
     *,
-    memory: float | None = None,
+    memory: float | Room | None = None,
     sizes: Mapping[Any, int] | None = None,
     pieces: bool = True,
+    tried: Tried | None = None,
 ) -> Overlapped:
     """The step rewritten for a cluster, and what that is predicted to bring.
 
     `memory`: bytes that a device may hold at once, in all; left out, what the device has. A step that already holds
-    more may go on holding as much. `sizes`: values of sizes that the data decide; left out, rows spread evenly.
+    more may go on holding as much, but where `memory` is a function of micro-batches side by side. `sizes`: values of sizes that the data decide; left out, rows spread evenly.
     `pieces`: collectives may go in pieces, with which results are equal up to rounding where a kernel sums in another
-    order for another number of rows or columns; without, they are equal bit for bit.
+    order for another number of rows or columns; without, they are equal bit for bit. `tried`: the order to make, which
+    a search for a step like this one chose; searched for where it is left out, or does not fit.
 
     The result depends on these arguments alone. Every rank must give the same, or their collectives do not meet.
     """
     device = cluster.device
     assert device is not None, "a cluster that prices has a device"
-    given = memory if memory is not None else device.memory.bytes / device.memory.ranks
     whole = OrderSearch(step, cluster, balanced_sizes(step) if sizes is None else sizes, pieces)
     before = whole.as_it_is()
-    room = max(given, before.peak.bytes)
-    whole.room = lambda _: room
+    given = memory if memory is not None else device.memory.bytes / device.memory.ranks
+    whole.room = given if callable(given) else partial(_same, max(given, before.peak.bytes))
+    alike = None if tried is None else whole.made(tried)
+    if alike is not None:
+        return Overlapped(alike.step, before, alike.timeline, (alike.tried,), alike.tried)
     # Sizes that are given are those of the whole step.
     if step.short is None or sizes is not None:
         search, found = whole, iter(whole.best())
     else:
         short = step.short()
         search = OrderSearch(short, cluster, balanced_sizes(short), pieces)
-        search.room = _room_of_short(search, whole, before, room)
+        search.room = _room_of_short(search, whole, before)
         found = (made for one in search.best() if (made := whole.made(one.tried)) is not None)
     best = next((one for one in found if one.timeline.step < before.step * _PAYS), None)
     if best is None:
@@ -307,12 +312,16 @@ def overlap(
     return Overlapped(best.step, before, best.timeline, tuple(search.tried), best.tried)
 
 
-def _room_of_short(short: OrderSearch, whole: OrderSearch, before: Timeline, room: float) -> Room:
+def _same(room: float, _: int) -> float:
+    return room
+
+
+def _room_of_short(short: OrderSearch, whole: OrderSearch, before: Timeline) -> Room:
     """The room that is left to the short step where the other layers hold what they hold in the step as it is: each
     micro-batch that runs beside others as much again."""
     resident = whole.resident - short.resident
     held = before.peak.bytes - short.as_it_is().peak.bytes - resident
-    return lambda together: room - resident - held * together
+    return lambda together: whole.room(together) - resident - held * together
 
 
 @dataclass(frozen=True)
@@ -320,8 +329,11 @@ class Overlap:
     """`overlap` as a pass."""
 
     cluster: Cluster
-    memory: float | None = None
+    memory: float | Room | None = None
     pieces: bool = True
+    tried: Tried | None = None
+    found: list[Overlapped] = field(default_factory=list, compare=False)
+    """What came of the steps that it was given."""
 
     name: str = "overlap"
     provides: frozenset[str] = frozenset({SCHEDULE, "overlap"})
@@ -330,7 +342,8 @@ class Overlap:
     def __call__(self, step: StepGraph) -> StepGraph:
         """The rewritten step, or the same one where nothing pays; what was done is logged."""
         begun = time.perf_counter()
-        found = overlap(step, self.cluster, memory=self.memory, pieces=self.pieces)
+        found = overlap(step, self.cluster, memory=self.memory, pieces=self.pieces, tried=self.tried)
+        self.found.append(found)
         log.info("%s\n  (found in %.1f s)", found, time.perf_counter() - begun)
         return found.step
 

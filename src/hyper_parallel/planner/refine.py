@@ -31,7 +31,7 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
 from hyper_parallel.planner.search import search
 from hyper_parallel.planner.solve import NothingFitsError, Solved, solve
-from hyper_parallel.units import format_bytes
+from hyper_parallel.units import format_bytes, format_duration
 
 ORDERED = 1.03
 """Of a device's memory: what a step may hold in the order of the model's code and still be ordered and simulated, since
@@ -153,7 +153,7 @@ def _simulated_while(
         quickest = min((one.seconds for one in told if one.seconds and one.fits is not False), default=inf)
         if best.seconds * (1 + DIFFER) > quickest:
             break
-        told += refine(found.files[place : place + 1], found.question.cluster, progress, limit)
+        told += refine(found.files[place : place + 1], found.question.cluster, progress, limit, quickest)
     return told
 
 
@@ -162,12 +162,14 @@ def refine(
     cluster: Cluster,
     progress: Callable[[str], None],
     limit: float | None = None,
+    quickest: float = inf,
 ) -> list[Simulated]:
-    """The prediction of each planned run file, or the reason why there is none. `limit` as of `predict_run`."""
+    """The prediction of each planned run file, or the reason why there is none. `limit` as of `predict_run`; `quickest`:
+    seconds, beyond which a step is not of interest."""
     found: list[Simulated] = []
     for file in files:
         progress("capturing and simulating its step")
-        found.append(_simulated(file, cluster, progress, limit))
+        found.append(_simulated(file, cluster, progress, limit, quickest))
         collect_between()
     return found
 
@@ -175,12 +177,18 @@ def refine(
 # What is read off the Timeline is inside: a search for garbage would walk through all of its spans.
 @uncollected()
 def _simulated(
-    file: PlannedRunFile, cluster: Cluster, progress: Callable[[str], None], limit: float | None
+    file: PlannedRunFile,
+    cluster: Cluster,
+    progress: Callable[[str], None],
+    limit: float | None,
+    quickest: float,
 ) -> Simulated:
     try:
         run = config.from_dict(file.data, source="the planned file")
         machine = cluster.for_workers(run.effective_strategy.axes.world)
-        few = predict_few_layers(run, machine, limit, progress)
+        few = predict_few_layers(run, machine, limit, progress, quickest)
+        if few is not None and few.seconds is None and few.least >= quickest:
+            return Simulated(None, few.fits, few.peak, f"its kernels alone take {format_duration(few.least)}")
         if few is not None and few.seconds is None:
             raise AboveLimit(int(few.peak), limit or 0.0)
         if few is not None:
