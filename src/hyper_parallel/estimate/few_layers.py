@@ -1,13 +1,19 @@
-"""A step of many layers, predicted from steps of few: what a layer adds is taken for all.
+"""A step of many layers, predicted from steps of few.
+
+*Order.* Collectives are ordered as for all layers: the search runs on few (as `overlap.order_search` has it), and the
+best order that it finds is arranged for the repeated jobs of all (`estimate.repeat_jobs`), within what a device has. Its
+peak is that of all layers.
+
+*Time.* That order is made of steps of few layers, and what a layer adds is taken for all:
 
     step(l, r) = step(b, all) + (l − b) · (step(b + p, all) − step(b, all)) / p
                  + (l − r) · (step(b, none) − step(b, all)) / b
 
-with l layers, of which r are computed again; where fewer than half are, `none` and `all` change places. It holds for
-seconds, their parts, and bytes as the code is written. Of many micro-batches a few are simulated, and what one more
-adds is taken for the others. The order of collectives is searched for one of these steps, and made of the others; each
-is ordered within as much memory beyond its own bytes as all layers leave free. What is captured, ordered and simulated
-does not grow with the model or the batch; layers that a Transformers config describes by their number alone are alike.
+with l layers, of which r are computed again; where fewer than half are, `none` and `all` change places. Of many
+micro-batches a few are simulated, and what one more adds is taken for the others.
+
+What is captured and simulated does not grow with the model or the batch. Layers that a Transformers config describes by
+their number alone are alike.
 """
 
 from __future__ import annotations
@@ -25,7 +31,10 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.build_trace import captured_micro_batch
 from hyper_parallel.estimate.predict import collective_algorithm, prices_views
 from hyper_parallel.estimate.prediction import count_micro_batches, model_of
+from hyper_parallel.estimate.repeat_jobs import CAPTURED, LayerRun, jobs_of_all
+from hyper_parallel.estimate.repeat_ops import Unlike
 from hyper_parallel.graph import Pass, StepGraph, balanced_sizes, rewritten
+from hyper_parallel.graph.accumulate import Accumulation
 from hyper_parallel.graph.capture_overrides import uncollected
 from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.liveness import lifetimes, peak_of
@@ -33,21 +42,24 @@ from hyper_parallel.graph.lower import lowered
 from hyper_parallel.graph.step_context import current_step, region_of
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap.collective_order import order_pass
-from hyper_parallel.overlap.order_search import Overlap, Room, Tried
+from hyper_parallel.overlap.order_search import OrderSearch, Overlap, Room, Tried
 from hyper_parallel.simulator import simulate
-from hyper_parallel.step.accumulation import loop_width, repeated, rewritten_loop
+from hyper_parallel.step.accumulation import loop_of, loop_width, repeated
 from hyper_parallel.trace import Timeline, Trace
 from hyper_parallel.trace.timeline import step_parts
 from hyper_parallel.workload import flops_of_model
 from hyper_parallel.workload.work import Work, mfu
 
-LAYERS = "num_hidden_layers"
+LAYERS, DENSE = "num_hidden_layers", "first_k_dense_replace"
+"""Fields of configs."""
 FIRST, MORE = 4, 4
-"""Layers of the shorter step beside those that are not like the others, and how many more the longer one has."""
+"""Layers of the shorter step for times where only some layers are computed again, and how many more the longer has."""
 MANY = 16
 """Layers above which a step is predicted from few."""
 RUNS = 3, 4
 """Of the body of the loop over micro-batches: how often it runs in the two steps that are simulated."""
+_PAYS = 0.999
+"""Of the time of a step as it is written, what an order must leave at most."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class FewLayers:
 
     seconds: float | None
     """None where the step was not ordered: it holds more than `limit` in the order of the model's code, or its kernels
-    alone take `least`, as long as another step."""
+    alone take as long as another step."""
     peak: float
     """Bytes of the fullest rank."""
     fits: bool
@@ -101,56 +113,86 @@ def _predicted(
     quickest: float,
 ) -> FewLayers:
     assert cluster.device is not None
-    strategy = run.effective_strategy
-    short = int(dict(run.model.config or {}).get("first_k_dense_replace") or 0) + FIRST
-    again = strategy.memory.recompute_layers
-    most = again is None or 2 * again >= total
-    kinds = [(short, most), (short + MORE, most)]
-    longer = (total - short) / MORE
-    # Of each step, how often it counts.
+    memory = run.effective_strategy.memory
+    again = memory.recompute_layers if memory.recompute != "none" else 0
+    again = total if again is None else again
+    assert isinstance(again, int)
+    dense = int(dict(run.model.config or {}).get(DENSE) or 0)
+    ends = sorted({dense, again, total} - {0})
+    runs = [LayerRun(end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+    few = sum(one.captured for one in runs)
+    most = 2 * again >= total
+    progress(f"capturing {few} of {total} layers")
+    few_again = sum(one.captured for one, end in zip(runs, ends, strict=True) if end <= again)
+    whole = _FewLayerStep.of(_with_layers(run, few, few_again), cluster)
+    # The steps for times, and how often each counts.
+    mixed = 0 < again < total
+    base = dense + FIRST if mixed else few
+    longer = (total - base) / MORE
+    steps = [
+        _FewLayerStep.of(_with_layers(run, base, base * most), cluster) if mixed else whole,
+        _FewLayerStep.of(_with_layers(run, base + MORE, (base + MORE) * most), cluster),
+    ]
     counts = [1 - longer, longer]
-    if isinstance(again, int):
-        others = (total - again if most else again) / short
-        kinds.append((short, not most))
+    if mixed:
+        others = (total - again if most else again) / base
+        steps.append(_FewLayerStep.of(_with_layers(run, base, base * (not most)), cluster))
         counts = [1 - longer - others, longer, others]
 
     def summed(values: Sequence[float]) -> float:
         return sum(count * one for count, one in zip(counts, values, strict=True))
 
-    progress(f"capturing {short} and {short + MORE} of {total} layers")
-    steps = [_FewLayerStep.of(_with_layers(run, layers, again), cluster) for layers, again in kinds]
     written, resident = summed([step.written for step in steps]), summed([step.resident for step in steps])
     least = summed([step.kernels for step in steps])
     capacity = cluster.device.memory.bytes / cluster.device.memory.ranks
     if least >= quickest or (limit is not None and written > limit):
         return FewLayers(None, written, written <= (limit or capacity), least, {}, None)
     progress("ordering and simulating them")
-    tried: Tried | None = None
+    order = order_pass(run.effective_strategy, cluster, "cpu")
+    held: float | None = None
+    if isinstance(order, Overlap):
+        everything = _Rest(max(capacity, written), written, resident)
+        # `overlap.order_search` has a short step of so many layers: the first ones of all, and the last.
+        short = CAPTURED + dense
+        few_again = short if again == total else min(again, short - 1)
+        trial = _FewLayerStep.of(_with_layers(run, short, few_again), cluster) if mixed else whole
+        found, held = trial.ordered(order, everything, whole, runs)
+        order = None if found is None else replace(order, tried=found)
     timed = []
     for step in steps:
-        room = partial(_room, max(capacity, written), resident - step.resident, written - step.written)
-        found = step.timed(room, tried)
-        tried = tried or found.tried
-        timed.append(found)
-
+        if isinstance(order, Overlap):
+            order = replace(order, memory=everything.room(step))
+        timed.append(step.timed(order))
     seconds = summed([one.seconds for one in timed])
     parts = {
-        name: max(summed([one.parts[name] for one in timed]), 0.0)
+        name: max(summed([one.parts.get(name, 0.0) for one in timed]), 0.0)
         for name in sorted({name for one in timed for name in one.parts})
     }
-    held = min(max(summed([one.peak for one in timed]), written), max(capacity, written))
+    if held is None:
+        held = max(summed([one.peak for one in timed]), written)
+    else:
+        held += summed([one.beyond for one in timed])
     flops = flops_of_model(model_of(run, [])).per_token(run.data.sequence)
     share = None
     if timed[0].peak_flops is not None:
         tokens = run.train.batch * run.data.sequence
-        share = mfu(flops * tokens, seconds, strategy.axes.world, timed[0].peak_flops)
+        share = mfu(flops * tokens, seconds, run.effective_strategy.axes.world, timed[0].peak_flops)
     return FewLayers(seconds, held, held <= capacity, least, parts, share)
 
 
-def _room(room: float, resident: float, written: float, together: int) -> float:
-    """Bytes for a step of few layers, where the others have so many more that stay, and in all; each micro-batch that
-    runs beside others holds as much again."""
-    return room - resident - (written - resident) * together
+@dataclass(frozen=True)
+class _Rest:
+    """The memory of all layers: bytes of a device, that the step holds as it is written, and that are always there."""
+
+    capacity: float
+    written: float
+    resident: float
+
+    def room(self, step: _FewLayerStep) -> Room:
+        """What is left to a step of few layers, where each micro-batch beside others holds as much again."""
+        stays = self.resident - step.resident
+        moves = self.written - step.written - stays
+        return lambda together: self.capacity - stays - moves * together
 
 
 @dataclass(frozen=True)
@@ -160,22 +202,25 @@ class _Timed:
     seconds: float
     parts: Mapping[str, float]
     peak: float
+    """Bytes that it holds at most."""
+    beyond: float
+    """Of these, what the body of its loop alone does not hold, where that runs once: sums of gradients."""
     peak_flops: float | None
-    tried: Tried | None
-    """How its collectives were ordered, where that was searched for."""
 
 
 @dataclass(frozen=True)
 class _FewLayerStep:
-    """A captured step of few layers."""
+    """A captured step of few layers, in the order of the model's code."""
 
     run: RunConfig
     cluster: Cluster
-    one: StepGraph
-    """With one of its micro-batches, in the order of the model's code."""
+    step: StepGraph | Accumulation
+    """With its only micro-batch, or the loop over them."""
     micro_batches: int
+    kernels: float
+    """Seconds of its kernels."""
     written: float
-    """Bytes that it holds at most as the code is written."""
+    """Bytes that it holds at most."""
     resident: float
     """Bytes that are there from the start."""
 
@@ -186,74 +231,95 @@ class _FewLayerStep:
         with fake_ranks(strategy.axes.world, 0):
             one = captured_micro_batch(model_of(run, []), run, strategy, micro_batches)
             one = rewritten(one, passes(strategy, cluster, ordered=False))
-        bare = cls(run, cluster, one, micro_batches, 0.0, 0.0)
-        (step,) = bare._steps((), (min(micro_batches, 2),))
-        lives = lifetimes(step, balanced_sizes(step))
+        kernels = _kernel_seconds(one, cluster, micro_batches)
+        step: StepGraph | Accumulation = one
+        if micro_batches > 1:
+            order = order_pass(strategy, cluster, "cpu")
+            width = loop_width(() if order is None else (order,), micro_batches)
+            step = loop_of(one, strategy.memory.shard, width)
+        body = step.body if isinstance(step, Accumulation) else step
+        lives = lifetimes(body, balanced_sizes(body))
         resident = sum(life.bytes for life in lives if life.born < 0)
-        return replace(bare, written=peak_of(lives).bytes, resident=resident)
+        return cls(run, cluster, step, micro_batches, kernels, peak_of(lives).bytes, resident)
 
-    @property
-    def kernels(self) -> float:
-        """Seconds of its kernels."""
-        device = self.cluster.device
-        assert device is not None
-        seconds = 0.0
-        for node, cost in costs(self.one, balanced_sizes(self.one)).items():
-            if isinstance(cost, Work) and cost.kind != "view":
-                each = region_of(node).micro_batch is not None
-                seconds += device.seconds(cost) * (self.micro_batches if each else 1)
-        return seconds
+    def ordered(
+        self, order: Overlap, everything: _Rest, whole: _FewLayerStep, runs: Sequence[LayerRun]
+    ) -> tuple[Tried | None, float | None]:
+        """The order that is chosen for all layers by a search on these, and the bytes that all hold in it; None for the
+        order of the model's code, and for bytes that are not known. `whole`: has the captured layers of all `runs`."""
+        search, every = self._search(order), whole._search(order)
+        search.room = everything.room(self)
+        before = search.as_it_is().step
+        for one in search.best():
+            if one.timeline.step >= _PAYS * before:
+                break
+            if one.tried.usual:
+                return one.tried, None
+            try:
+                jobs = jobs_of_all(every.jobs(one.tried), runs)
+            except Unlike:
+                return one.tried, None
+            held = every.held(one.tried, jobs, everything.capacity, everything.resident)
+            if held is not None:
+                return one.tried, held
+        return None, None
 
-    def timed(self, room: Room, tried: Tried | None) -> _Timed:
-        """The step with its collectives in order, within `room` bytes; in the order `tried` where that fits."""
-        order = order_pass(self.run.effective_strategy, self.cluster, "cpu")
-        if isinstance(order, Overlap):
-            order = replace(order, memory=room, tried=tried, found=[])
+    def _search(self, order: Overlap) -> OrderSearch:
+        body = self.step.body if isinstance(self.step, Accumulation) else self.step
+        return OrderSearch(body, self.cluster, balanced_sizes(body), order.pieces)
+
+    def timed(self, order: Pass | None) -> _Timed:
+        """The step with its collectives in order, simulated."""
         rewrites = () if order is None else (order,)
-        width = loop_width(rewrites, self.micro_batches)
-        runs, few, more = self.micro_batches // width, *RUNS
-        counts = {few: (more - runs) / (more - few), more: (runs - few) / (more - few)}
-        if runs <= more:
-            counts = {runs: 1.0}
-        timelines = [self._timeline(step) for step in self._steps(rewrites, [n * width for n in counts])]
+        once = 0.0
+        if isinstance(self.step, StepGraph):
+            counts, timelines = [1.0], [self._timeline(rewritten(self.step, rewrites))]
+        else:
+            loop = self.step.with_body(rewritten(self.step.body, rewrites))
+            runs, few, more = self.micro_batches // loop.width, *RUNS
+            counts, numbers = [(more - runs) / (more - few), (runs - few) / (more - few)], RUNS
+            if runs <= more:
+                counts, numbers = [1.0], (runs,)
+            if runs == 1:
+                once = peak_of(lifetimes(loop.body, balanced_sizes(loop.body))).bytes
+            timelines = [self._timeline(repeated(loop, number * loop.width)) for number in numbers]
         parts: defaultdict[str, float] = defaultdict(float)
-        for count, timeline in zip(counts.values(), timelines, strict=True):
+        for count, timeline in zip(counts, timelines, strict=True):
             for name, seconds in step_parts(timeline).items():
                 parts[name] += count * seconds
-        return _Timed(
-            sum(count * one.step for count, one in zip(counts.values(), timelines, strict=True)),
-            parts,
-            max(one.peak.bytes for one in timelines),
-            timelines[0].peak_flops,
-            order.found[-1].chosen if isinstance(order, Overlap) else None,
-        )
-
-    def _steps(self, rewrites: Sequence[Pass], counts: Sequence[int]) -> list[StepGraph]:
-        """The step with these numbers of its micro-batches, after passes of one or two of them."""
-        if self.micro_batches == 1:
-            return [rewritten(self.one, rewrites)]
-        level = self.run.effective_strategy.memory.shard
-        # A copy, since the loop takes the place of the graph that it is made of.
-        loop = rewritten_loop(self.one.copy(), level, self.micro_batches, rewrites)
-        return [repeated(loop, count) for count in counts]
+        seconds = sum(count * one.step for count, one in zip(counts, timelines, strict=True))
+        held = max(one.peak.bytes for one in timelines)
+        return _Timed(seconds, parts, held, held - once if once else 0.0, timelines[0].peak_flops)
 
     def _timeline(self, step: StepGraph) -> Timeline:
         strategy = self.run.effective_strategy
-        fused = self.run.train.compile is True
-        one = lowered(step, views=prices_views(self.cluster), fused=fused)
+        one = lowered(step, views=prices_views(self.cluster), fused=self.run.train.compile is True)
         classes = dict.fromkeys(range(strategy.axes.world), "all")
         trace = Trace({"all": one.ops}, classes, {"all": one.resident}, 0.0)
         return simulate(trace, self.cluster, algorithm=collective_algorithm(strategy))
 
 
-def _with_layers(run: RunConfig, layers: int, again: bool) -> RunConfig:
-    """The run with so many layers, all or none of them computed again."""
+def _kernel_seconds(step: StepGraph, cluster: Cluster, micro_batches: int) -> float:
+    """Seconds of all kernels of a step with one of its micro-batches."""
+    assert cluster.device is not None
+    seconds = 0.0
+    for node, cost in costs(step, balanced_sizes(step)).items():
+        if isinstance(cost, Work) and cost.kind != "view":
+            each = region_of(node).micro_batch is not None
+            seconds += cluster.device.seconds(cost) * (micro_batches if each else 1)
+    return seconds
+
+
+def _with_layers(run: RunConfig, layers: int, again: int) -> RunConfig:
+    """The run with so many layers, of which so many are computed again."""
     data = run.model_dump(mode="json", exclude_unset=True)
     data["model"]["config"][LAYERS] = layers
     memory = data["strategy"].setdefault("memory", {})
     memory.pop("recompute_layers", None)
     if not again:
         memory["recompute"] = "none"
+    elif again < layers:
+        memory["recompute_layers"] = again
     return files.from_dict(data, source="the planned file")
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -121,8 +121,8 @@ class OrderSearch:
         """The step in an order that was tried on another one; None where it does not fit."""
         if tried.usual:
             return next(self._usual(), None)
-        jobs = self._jobs(tried)
-        found = self._arranged(tried, jobs)
+        jobs = self.jobs(tried)
+        found = self._arranged(tried, jobs, self._budget(tried))
         return None if found is None else self._simulated(found)
 
     def _usual(self) -> Iterator[Ordered]:
@@ -138,7 +138,7 @@ class OrderSearch:
         """Collectives whole: with and without buckets, one and two micro-batches at once, further and less ahead."""
         for bucketed in (False, True):
             plain = Tried(bucketed, 1, 0.0, 0.0, 0)
-            jobs = self._jobs(plain)
+            jobs = self.jobs(plain)
             unit = _layer_seconds(jobs)
             for together in range(1, min(2, jobs.lanes) + 1):
                 self._add(jobs, *(replace(plain, together=together, window=ahead * unit) for ahead in _AHEAD))
@@ -159,9 +159,10 @@ class OrderSearch:
             for one in dict.fromkeys((chunks, replace(chunks, backward=WHOLE))):
                 if one != NO_CHUNKS:
                     cut = replace(best, chunks=one, one_lane=False)
-                    self._add(self._jobs(cut), replace(cut, window=best.window / 2), cut)
+                    self._add(self.jobs(cut), replace(cut, window=best.window / 2), cut)
 
-    def _jobs(self, tried: Tried) -> Jobs:
+    def jobs(self, tried: Tried) -> Jobs:
+        """The jobs of the step rewritten in this way, in the order of the model's code."""
         graph = tried.chunks(self.step) if tried.chunks != NO_CHUNKS else self.step
         of = self._priced
         if tried.buckets:
@@ -176,27 +177,35 @@ class OrderSearch:
     def _add(self, jobs: Jobs, *ways: Tried) -> None:
         """Add the ways that fit; each runs further ahead than the one before it, and so holds more."""
         for one in ways:
-            found = self._arranged(one, jobs)
+            found = self._arranged(one, jobs, self._budget(one))
             if found is None:
                 break
             self._found.append(found)
 
-    def _arranged(self, tried: Tried, jobs: Jobs) -> _Arranged | None:
-        room = self.room(tried.together)
+    def held(self, tried: Tried, jobs: Jobs, room: float, resident: float) -> float | None:
+        """Bytes that other jobs hold at most in an order that was tried on those of this step, of which `resident` are
+        there from the start; None where they hold more than `room`."""
+        found = self._arranged(tried, jobs, room - resident)
+        return None if found is None else found.made.bytes + resident
+
+    def _arranged(self, tried: Tried, jobs: Jobs, budget: float) -> _Arranged | None:
         # Waits that come late cost least where links are shared; waits that come soon let go of memory.
         for patience in (math.inf, 1.0):
             arranged = arrange(
                 jobs.jobs,
                 window=tried.window,
-                budget=room - self.resident,
+                budget=budget,
                 together=tried.together,
                 slowdown=self._prices.slowdown,
                 patience=patience,
             )
-            held = arranged.bytes + self.resident
-            if held <= room:
+            if arranged.bytes <= budget:
+                held = arranged.bytes + self.resident
                 return _Arranged(replace(tried, seconds=arranged.seconds, bytes=held), arranged, jobs)
         return None
+
+    def _budget(self, tried: Tried) -> float:
+        return self.room(tried.together) - self.resident
 
     def _simulated(self, found: _Arranged) -> Ordered:
         nodes = found.jobs.nodes
@@ -332,9 +341,6 @@ class Overlap:
     memory: float | Room | None = None
     pieces: bool = True
     tried: Tried | None = None
-    found: list[Overlapped] = field(default_factory=list, compare=False)
-    """What came of the steps that it was given."""
-
     name: str = "overlap"
     provides: frozenset[str] = frozenset({SCHEDULE, "overlap"})
     conflicts: frozenset[str] = frozenset({SCHEDULE})
@@ -343,7 +349,6 @@ class Overlap:
         """The rewritten step, or the same one where nothing pays; what was done is logged."""
         begun = time.perf_counter()
         found = overlap(step, self.cluster, memory=self.memory, pieces=self.pieces, tried=self.tried)
-        self.found.append(found)
         log.info("%s\n  (found in %.1f s)", found, time.perf_counter() - begun)
         return found.step
 

@@ -60,16 +60,17 @@ def rewritten_loop(
         return accumulating(rewritten(step, passes), level)
     pairs = [one for one in passes if "overlap" in one.provides]
     alone = rewritten(step, [one for one in passes if one not in pairs])
-    loop = _pairs(alone, level)
+    loop = loop_of(alone, level, 2)
     short = alone.short
     if short is not None:
-        loop.body.short = lambda: _pairs(short(), level).body
+        loop.body.short = lambda: loop_of(short(), level, 2).body
     return loop.with_body(rewritten(loop.body, pairs))
 
 
-def _pairs(step: StepGraph, level: ShardLevel) -> Accumulation:
-    """The loop over pairs of micro-batches."""
-    return unrolled(accumulating(step, level), 2, _numbered(1))
+def loop_of(step: StepGraph, level: ShardLevel, width: int) -> Accumulation:
+    """The loop whose body is so many micro-batches. Other arguments are as of `accumulating`."""
+    loop = accumulating(step, level)
+    return loop if width == 1 else unrolled(loop, width, _numbered(1))
 
 
 @uncollected()
