@@ -18,8 +18,9 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -58,6 +59,8 @@ from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Trace
 from hyper_parallel.trace.serialize import dump_trace, load_trace
 from hyper_parallel.untrusted_files import open_regular, read_bytes
+
+T = TypeVar("T")
 
 CAPTURED = 5
 """Periods of layers that are captured."""
@@ -140,7 +143,7 @@ def captured_step(
 ) -> StepGraph:
     """The graph of a rank's step of so many micro-batches after its passes. `model` is not changed."""
     with fake_ranks(strategy.axes.world, rank):
-        step = captured_micro_batch(model, config, strategy, micro_batches)
+        step = of_micro_batch(model, config, strategy, partial(capture_one, micro_batches=micro_batches))
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
         if any(one.provides & ACROSS_LAYERS for one in passes):
             say(f"rewriting it: {', '.join(one.name for one in passes)}")
@@ -152,17 +155,16 @@ def captured_step(
         return rewritten(step, [one for one in passes if of_whole_step(one)])
 
 
-def captured_micro_batch(
-    model: nn.Module, config: RunConfig, strategy: Strategy, micro_batches: int
-) -> StepGraph:
-    """The graph of a step with one of its micro-batches, before its passes, as a rank of `fake_ranks` has it. `model`
-    is not changed."""
+def of_micro_batch(
+    model: nn.Module, config: RunConfig, strategy: Strategy, capture: Callable[[Recipe, MicroBatchShape], T]
+) -> T:
+    """What `capture` makes of a run's recipe and micro-batch on a rank of `fake_ranks`. `model` is not changed."""
     model = copy.deepcopy(model)
     parallelize(model, strategy, lowering="traceable")
     check_length(sharded(model), config)
     shape = MicroBatchShape(micro_batch(config), config.data.sequence, False)
     with replace(current_step(), even_load=load_of(strategy)).installed():
-        return capture_one(Recipe.of(config, model), shape, micro_batches)
+        return capture(Recipe.of(config, model), shape)
 
 
 def load_of(strategy: Strategy) -> float:

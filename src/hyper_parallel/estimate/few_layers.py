@@ -1,8 +1,8 @@
 """A step of many layers, predicted from steps of few.
 
 *Order.* Collectives are ordered as for all layers: the search runs on few (as `overlap.order_search` has it), and the
-best order that it finds is arranged for the repeated jobs of all (`estimate.repeat_jobs`), within what a device has. Its
-peak is that of all layers.
+best order that it finds is arranged for the repeated jobs of all (`estimate.repeat_jobs`), within what a device has.
+Its peak is that of all layers.
 
 *Time.* That order is made of steps of few layers, and what a layer adds is taken for all:
 
@@ -12,8 +12,8 @@ peak is that of all layers.
 with l layers, of which r are computed again; where fewer than half are, `none` and `all` change places. Of many
 micro-batches a few are simulated, and what one more adds is taken for the others.
 
-What is captured and simulated does not grow with the model or the batch. Layers that a Transformers config describes by
-their number alone are alike.
+What is captured and simulated does not grow with the model or the batch. Whether layers are alike is told by their
+modules and graphs (`step.capture_micro_batch`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
-from hyper_parallel import config as files
+from torch import nn
+
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
-from hyper_parallel.estimate.build_trace import captured_micro_batch
+from hyper_parallel.estimate.build_trace import of_micro_batch
 from hyper_parallel.estimate.predict import collective_algorithm, prices_views
 from hyper_parallel.estimate.prediction import count_micro_batches, model_of
-from hyper_parallel.estimate.repeat_jobs import CAPTURED, LayerRun, jobs_of_all
+from hyper_parallel.estimate.repeat_jobs import LayerRun, jobs_of_all
 from hyper_parallel.estimate.repeat_ops import Unlike
-from hyper_parallel.graph import Pass, StepGraph, balanced_sizes, rewritten
+from hyper_parallel.graph import StepGraph, balanced_sizes, rewritten
 from hyper_parallel.graph.accumulate import Accumulation
 from hyper_parallel.graph.capture_overrides import uncollected
 from hyper_parallel.graph.costs import costs
@@ -43,17 +44,21 @@ from hyper_parallel.graph.step_context import current_step, region_of
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap.collective_order import order_pass
 from hyper_parallel.overlap.order_search import OrderSearch, Overlap, Room, Tried
+from hyper_parallel.shard.layer_kinds import layers_in
+from hyper_parallel.shard.plan import make_plan
 from hyper_parallel.simulator import simulate
 from hyper_parallel.step.accumulation import loop_of, loop_width, repeated
+from hyper_parallel.step.capture_micro_batch import SHORT
+from hyper_parallel.step.capture_micro_batch import FewLayers as Graphs
+from hyper_parallel.step.capture_train_step import capture_few
+from hyper_parallel.strategy import recomputed_layers
 from hyper_parallel.trace import Timeline, Trace
 from hyper_parallel.trace.timeline import step_parts
 from hyper_parallel.workload import flops_of_model
 from hyper_parallel.workload.work import Work, mfu
 
-LAYERS, DENSE = "num_hidden_layers", "first_k_dense_replace"
-"""Fields of configs."""
-FIRST, MORE = 4, 4
-"""Layers of the shorter step for times where only some layers are computed again, and how many more the longer has."""
+MORE = 4
+"""Layers that the longer step for times has more than the shorter one."""
 MANY = 16
 """Layers above which a step is predicted from few."""
 RUNS = 3, 4
@@ -93,50 +98,52 @@ def predict_few_layers(
     are those of `predict_run`.
     """
     strategy, memory = run.effective_strategy, run.effective_strategy.memory
-    given = dict(run.model.config or {})
-    total = given.get(LAYERS)
-    if not isinstance(total, int) or total <= MANY or memory.device is not None:
+    model = model_of(run, [])
+    layers = layers_in(model, make_plan(model, strategy))
+    if layers is None or len(layers) <= MANY or memory.device is not None:
         return None
-    if strategy.axes.pipeline > 1 or _listed(given, total) or isinstance(memory.recompute_layers, list):
+    if strategy.axes.pipeline > 1 or isinstance(memory.recompute_layers, list):
         return None
     with replace(current_step(), pads_values=not prices_views(cluster)).installed():
-        return _predicted(run, cluster, total, limit, progress, quickest)
+        return _predicted(run, model, cluster, limit, progress, quickest)
 
 
 @uncollected()
 def _predicted(
     run: RunConfig,
+    model: nn.Module,
     cluster: Cluster,
-    total: int,
     limit: float | None,
     progress: Callable[[str], None],
     quickest: float,
-) -> FewLayers:
+) -> FewLayers | None:
     assert cluster.device is not None
-    memory = run.effective_strategy.memory
-    again = memory.recompute_layers if memory.recompute != "none" else 0
-    again = total if again is None else again
-    assert isinstance(again, int)
-    dense = int(dict(run.model.config or {}).get(DENSE) or 0)
-    ends = sorted({dense, again, total} - {0})
+    strategy, micro_batches = run.effective_strategy, count_micro_batches(run)
+    progress("capturing a few layers")
+    with fake_ranks(strategy.axes.world, 0):
+        graphs = of_micro_batch(model, run, strategy, partial(capture_few, micro_batches=micro_batches))
+    if graphs is None:
+        return None
+    total, front = graphs.total, graphs.first - 1
+    again = len(recomputed_layers(strategy.memory, [total]))
+    mixed = 0 < again < total
+    if mixed and again <= front:
+        return None
+    captured = partial(_FewLayerStep.of, run, cluster, graphs)
+    ends = sorted({front, again, total} - {0})
     runs = [LayerRun(end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
     few = sum(one.captured for one in runs)
-    most = 2 * again >= total
-    progress(f"capturing {few} of {total} layers")
     few_again = sum(one.captured for one, end in zip(runs, ends, strict=True) if end <= again)
-    whole = _FewLayerStep.of(_with_layers(run, few, few_again), cluster)
+    most = 2 * again >= total
+    whole = captured(few, few_again)
     # The steps for times, and how often each counts.
-    mixed = 0 < again < total
-    base = dense + FIRST if mixed else few
+    base = graphs.least + 2 if mixed else few
     longer = (total - base) / MORE
-    steps = [
-        _FewLayerStep.of(_with_layers(run, base, base * most), cluster) if mixed else whole,
-        _FewLayerStep.of(_with_layers(run, base + MORE, (base + MORE) * most), cluster),
-    ]
+    steps = [captured(base, base * most) if mixed else whole, captured(base + MORE, (base + MORE) * most)]
     counts = [1 - longer, longer]
     if mixed:
         others = (total - again if most else again) / base
-        steps.append(_FewLayerStep.of(_with_layers(run, base, base * (not most)), cluster))
+        steps.append(captured(base, base * (not most)))
         counts = [1 - longer - others, longer, others]
 
     def summed(values: Sequence[float]) -> float:
@@ -148,21 +155,25 @@ def _predicted(
     if least >= quickest or (limit is not None and written > limit):
         return FewLayers(None, written, written <= (limit or capacity), least, {}, None)
     progress("ordering and simulating them")
-    order = order_pass(run.effective_strategy, cluster, "cpu")
+    order = order_pass(strategy, cluster, "cpu")
     held: float | None = None
+    tried: Tried | None = None
     if isinstance(order, Overlap):
         everything = _Rest(max(capacity, written), written, resident)
         # `overlap.order_search` has a short step of so many layers: the first ones of all, and the last.
-        short = CAPTURED + dense
-        few_again = short if again == total else min(again, short - 1)
-        trial = _FewLayerStep.of(_with_layers(run, short, few_again), cluster) if mixed else whole
-        found, held = trial.ordered(order, everything, whole, runs)
-        order = None if found is None else replace(order, tried=found)
+        short = graphs.least + SHORT
+        trial = captured(short, sum(layer < again for layer in graphs.layers(short))) if mixed else whole
+        tried, held = _chosen(
+            trial.search(order, everything), whole.search(order, everything), everything, runs
+        )
     timed = []
     for step in steps:
+        body = step.body
         if isinstance(order, Overlap):
-            order = replace(order, memory=everything.room(step))
-        timed.append(step.timed(order))
+            body = body if tried is None else step.search(order).reordered(tried)
+        elif order is not None:
+            body = order(body)
+        timed.append(step.timed(body))
     seconds = summed([one.seconds for one in timed])
     parts = {
         name: max(summed([one.parts.get(name, 0.0) for one in timed]), 0.0)
@@ -172,11 +183,11 @@ def _predicted(
         held = max(summed([one.peak for one in timed]), written)
     else:
         held += summed([one.beyond for one in timed])
-    flops = flops_of_model(model_of(run, [])).per_token(run.data.sequence)
+    flops = flops_of_model(model).per_token(run.data.sequence)
     share = None
     if timed[0].peak_flops is not None:
         tokens = run.train.batch * run.data.sequence
-        share = mfu(flops * tokens, seconds, run.effective_strategy.axes.world, timed[0].peak_flops)
+        share = mfu(flops * tokens, seconds, strategy.axes.world, timed[0].peak_flops)
     return FewLayers(seconds, held, held <= capacity, least, parts, share)
 
 
@@ -225,12 +236,11 @@ class _FewLayerStep:
     """Bytes that are there from the start."""
 
     @classmethod
-    def of(cls, run: RunConfig, cluster: Cluster) -> _FewLayerStep:
-        """The step of a run; errors as of `predict_run`."""
+    def of(cls, run: RunConfig, cluster: Cluster, graphs: Graphs, layers: int, again: int) -> _FewLayerStep:
+        """The step with so many layers, of which so many are computed again."""
         strategy, micro_batches = run.effective_strategy, count_micro_batches(run)
-        with fake_ranks(strategy.axes.world, 0):
-            one = captured_micro_batch(model_of(run, []), run, strategy, micro_batches)
-            one = rewritten(one, passes(strategy, cluster, ordered=False))
+        modules = [f"{graphs.prefix}.{layer}" for layer in graphs.layers(layers)[:again]]
+        one = rewritten(graphs.graph(layers), passes(strategy, cluster, ordered=False, recompute=modules))
         kernels = _kernel_seconds(one, cluster, micro_batches)
         step: StepGraph | Accumulation = one
         if micro_batches > 1:
@@ -242,44 +252,26 @@ class _FewLayerStep:
         resident = sum(life.bytes for life in lives if life.born < 0)
         return cls(run, cluster, step, micro_batches, kernels, peak_of(lives).bytes, resident)
 
-    def ordered(
-        self, order: Overlap, everything: _Rest, whole: _FewLayerStep, runs: Sequence[LayerRun]
-    ) -> tuple[Tried | None, float | None]:
-        """The order that is chosen for all layers by a search on these, and the bytes that all hold in it; None for the
-        order of the model's code, and for bytes that are not known. `whole`: has the captured layers of all `runs`."""
-        search, every = self._search(order), whole._search(order)
-        search.room = everything.room(self)
-        before = search.as_it_is().step
-        for one in search.best():
-            if one.timeline.step >= _PAYS * before:
-                break
-            if one.tried.usual:
-                return one.tried, None
-            try:
-                jobs = jobs_of_all(every.jobs(one.tried), runs)
-            except Unlike:
-                return one.tried, None
-            held = every.held(one.tried, jobs, everything.capacity, everything.resident)
-            if held is not None:
-                return one.tried, held
-        return None, None
+    @property
+    def body(self) -> StepGraph:
+        """Of the loop over micro-batches."""
+        return self.step.body if isinstance(self.step, Accumulation) else self.step
 
-    def _search(self, order: Overlap) -> OrderSearch:
-        body = self.step.body if isinstance(self.step, Accumulation) else self.step
-        return OrderSearch(body, self.cluster, balanced_sizes(body), order.pieces)
+    def search(self, order: Overlap) -> OrderSearch:
+        """The orders of the body."""
+        return OrderSearch(self.body, self.cluster, balanced_sizes(self.body), order.pieces)
 
-    def timed(self, order: Pass | None) -> _Timed:
-        """The step with its collectives in order, simulated."""
-        rewrites = () if order is None else (order,)
+    def timed(self, body: StepGraph) -> _Timed:
+        """The step with its body in another order, simulated."""
         once = 0.0
         if isinstance(self.step, StepGraph):
-            counts, timelines = [1.0], [self._timeline(rewritten(self.step, rewrites))]
+            counts, timelines = [1.0], [self._timeline(body)]
         else:
-            loop = self.step.with_body(rewritten(self.step.body, rewrites))
+            loop = self.step.with_body(body)
             runs, few, more = self.micro_batches // loop.width, *RUNS
-            counts, numbers = [(more - runs) / (more - few), (runs - few) / (more - few)], RUNS
+            counts, numbers = [(more - runs) / (more - few), (runs - few) / (more - few)], [*RUNS]
             if runs <= more:
-                counts, numbers = [1.0], (runs,)
+                counts, numbers = [1.0], [runs]
             if runs == 1:
                 once = peak_of(lifetimes(loop.body, balanced_sizes(loop.body))).bytes
             timelines = [self._timeline(repeated(loop, number * loop.width)) for number in numbers]
@@ -299,6 +291,27 @@ class _FewLayerStep:
         return simulate(trace, self.cluster, algorithm=collective_algorithm(strategy))
 
 
+def _chosen(
+    few: OrderSearch, whole: OrderSearch, everything: _Rest, runs: Sequence[LayerRun]
+) -> tuple[Tried | None, float | None]:
+    """The order that a search on few layers chooses for all, and the bytes that all hold in it; None for the order of
+    the model's code, and for bytes that are not known. `whole`: of the captured layers of all `runs`."""
+    before = few.as_it_is().step
+    for one in few.best():
+        if one.timeline.step >= _PAYS * before:
+            break
+        if one.tried.usual:
+            return one.tried, None
+        try:
+            jobs = jobs_of_all(whole.jobs(one.tried), runs)
+        except Unlike:
+            return one.tried, None
+        held = whole.held(one.tried, jobs, everything.capacity, everything.resident)
+        if held is not None:
+            return one.tried, held
+    return None, None
+
+
 def _kernel_seconds(step: StepGraph, cluster: Cluster, micro_batches: int) -> float:
     """Seconds of all kernels of a step with one of its micro-batches."""
     assert cluster.device is not None
@@ -308,21 +321,3 @@ def _kernel_seconds(step: StepGraph, cluster: Cluster, micro_batches: int) -> fl
             each = region_of(node).micro_batch is not None
             seconds += cluster.device.seconds(cost) * (micro_batches if each else 1)
     return seconds
-
-
-def _with_layers(run: RunConfig, layers: int, again: int) -> RunConfig:
-    """The run with so many layers, of which so many are computed again."""
-    data = run.model_dump(mode="json", exclude_unset=True)
-    data["model"]["config"][LAYERS] = layers
-    memory = data["strategy"].setdefault("memory", {})
-    memory.pop("recompute_layers", None)
-    if not again:
-        memory["recompute"] = "none"
-    elif again < layers:
-        memory["recompute_layers"] = again
-    return files.from_dict(data, source="the planned file")
-
-
-def _listed(given: Mapping[str, object], total: int) -> bool:
-    """Whether a config says something of each layer."""
-    return any(isinstance(value, list | tuple) and len(value) == total for value in given.values())

@@ -41,7 +41,9 @@ def jobs_of_all(few: Jobs, runs: Sequence[LayerRun]) -> Jobs:
     Raises Unlike where they cannot be repeated.
     """
     names = [(str(node.target), region_of(node).phase) for node in few.nodes]
-    tags = [_layer(region_of(node).layer) for node in few.nodes]
+    layers = [_layer(region_of(node).layer) for node in few.nodes]
+    place = {layer: at for at, layer in enumerate(sorted({layer for layer in layers if layer is not None}))}
+    tags: list[Tag] = [None if layer is None else place[layer] for layer in layers]
     jobs, first = list(few.jobs), 0
     for run in runs:
         if run.total > run.captured:

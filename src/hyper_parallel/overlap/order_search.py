@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from hyper_parallel.cluster import Cluster
@@ -121,9 +120,16 @@ class OrderSearch:
         """The step in an order that was tried on another one; None where it does not fit."""
         if tried.usual:
             return next(self._usual(), None)
-        jobs = self.jobs(tried)
-        found = self._arranged(tried, jobs, self._budget(tried))
+        found = self._arranged(tried, self.jobs(tried), self._budget(tried))
         return None if found is None else self._simulated(found)
+
+    def reordered(self, tried: Tried) -> StepGraph:
+        """The step in an order that was tried on another one, whatever it holds."""
+        if tried.usual:
+            return FsdpBaseline()(self.step)
+        found = self._arranged(tried, self.jobs(tried), math.inf)
+        assert found is not None
+        return found.reordered()
 
     def _usual(self) -> Iterator[Ordered]:
         """The usual schedule. It needs little memory, and so is there where nothing else fits."""
@@ -188,6 +194,9 @@ class OrderSearch:
         found = self._arranged(tried, jobs, room - resident)
         return None if found is None else found.made.bytes + resident
 
+    def _budget(self, tried: Tried) -> float:
+        return self.room(tried.together) - self.resident
+
     def _arranged(self, tried: Tried, jobs: Jobs, budget: float) -> _Arranged | None:
         # Waits that come late cost least where links are shared; waits that come soon let go of memory.
         for patience in (math.inf, 1.0):
@@ -204,14 +213,8 @@ class OrderSearch:
                 return _Arranged(replace(tried, seconds=arranged.seconds, bytes=held), arranged, jobs)
         return None
 
-    def _budget(self, tried: Tried) -> float:
-        return self.room(tried.together) - self.resident
-
     def _simulated(self, found: _Arranged) -> Ordered:
-        nodes = found.jobs.nodes
-        free = [node for node in nodes if is_collective(node)]
-        order = [nodes[index] for index in found.made.order]
-        step = reorder(found.jobs.of.step, order, free, found.jobs.needs)
+        step = found.reordered()
         return Ordered(found.tried, step, self._timeline(step, found.jobs.of))
 
     def _timeline(self, step: StepGraph, of: Priced) -> Timeline:
@@ -230,6 +233,12 @@ class _Arranged:
     tried: Tried
     made: Arranged
     jobs: Jobs
+
+    def reordered(self) -> StepGraph:
+        """The step in this order."""
+        nodes = self.jobs.nodes
+        free = [node for node in nodes if is_collective(node)]
+        return reorder(self.jobs.of.step, [nodes[index] for index in self.made.order], free, self.jobs.needs)
 
 
 def _one_lane(jobs: Jobs) -> Jobs:
@@ -283,37 +292,33 @@ def overlap(
     step: StepGraph,
     cluster: Cluster,
     *,
-    memory: float | Room | None = None,
+    memory: float | None = None,
     sizes: Mapping[Any, int] | None = None,
     pieces: bool = True,
-    tried: Tried | None = None,
 ) -> Overlapped:
     """The step rewritten for a cluster, and what that is predicted to bring.
 
     `memory`: bytes that a device may hold at once, in all; left out, what the device has. A step that already holds
-    more may go on holding as much, but where `memory` is a function of micro-batches side by side. `sizes`: values of sizes that the data decide; left out, rows spread evenly.
+    more may go on holding as much. `sizes`: values of sizes that the data decide; left out, rows spread evenly.
     `pieces`: collectives may go in pieces, with which results are equal up to rounding where a kernel sums in another
-    order for another number of rows or columns; without, they are equal bit for bit. `tried`: the order to make, which
-    a search for a step like this one chose; searched for where it is left out, or does not fit.
+    order for another number of rows or columns; without, they are equal bit for bit.
 
     The result depends on these arguments alone. Every rank must give the same, or their collectives do not meet.
     """
     device = cluster.device
     assert device is not None, "a cluster that prices has a device"
+    given = memory if memory is not None else device.memory.bytes / device.memory.ranks
     whole = OrderSearch(step, cluster, balanced_sizes(step) if sizes is None else sizes, pieces)
     before = whole.as_it_is()
-    given = memory if memory is not None else device.memory.bytes / device.memory.ranks
-    whole.room = given if callable(given) else partial(_same, max(given, before.peak.bytes))
-    alike = None if tried is None else whole.made(tried)
-    if alike is not None:
-        return Overlapped(alike.step, before, alike.timeline, (alike.tried,), alike.tried)
+    room = max(given, before.peak.bytes)
+    whole.room = lambda _: room
     # Sizes that are given are those of the whole step.
     if step.short is None or sizes is not None:
         search, found = whole, iter(whole.best())
     else:
         short = step.short()
         search = OrderSearch(short, cluster, balanced_sizes(short), pieces)
-        search.room = _room_of_short(search, whole, before)
+        search.room = _room_of_short(search, whole, before, room)
         found = (made for one in search.best() if (made := whole.made(one.tried)) is not None)
     best = next((one for one in found if one.timeline.step < before.step * _PAYS), None)
     if best is None:
@@ -321,16 +326,12 @@ def overlap(
     return Overlapped(best.step, before, best.timeline, tuple(search.tried), best.tried)
 
 
-def _same(room: float, _: int) -> float:
-    return room
-
-
-def _room_of_short(short: OrderSearch, whole: OrderSearch, before: Timeline) -> Room:
+def _room_of_short(short: OrderSearch, whole: OrderSearch, before: Timeline, room: float) -> Room:
     """The room that is left to the short step where the other layers hold what they hold in the step as it is: each
     micro-batch that runs beside others as much again."""
     resident = whole.resident - short.resident
     held = before.peak.bytes - short.as_it_is().peak.bytes - resident
-    return lambda together: whole.room(together) - resident - held * together
+    return lambda together: room - resident - held * together
 
 
 @dataclass(frozen=True)
@@ -338,9 +339,9 @@ class Overlap:
     """`overlap` as a pass."""
 
     cluster: Cluster
-    memory: float | Room | None = None
+    memory: float | None = None
     pieces: bool = True
-    tried: Tried | None = None
+
     name: str = "overlap"
     provides: frozenset[str] = frozenset({SCHEDULE, "overlap"})
     conflicts: frozenset[str] = frozenset({SCHEDULE})
@@ -348,7 +349,7 @@ class Overlap:
     def __call__(self, step: StepGraph) -> StepGraph:
         """The rewritten step, or the same one where nothing pays; what was done is logged."""
         begun = time.perf_counter()
-        found = overlap(step, self.cluster, memory=self.memory, pieces=self.pieces, tried=self.tried)
+        found = overlap(step, self.cluster, memory=self.memory, pieces=self.pieces)
         log.info("%s\n  (found in %.1f s)", found, time.perf_counter() - begun)
         return found.step
 

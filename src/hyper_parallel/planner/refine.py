@@ -164,8 +164,9 @@ def refine(
     limit: float | None = None,
     quickest: float = inf,
 ) -> list[Simulated]:
-    """The prediction of each planned run file, or the reason why there is none. `limit` as of `predict_run`; `quickest`:
-    seconds, beyond which a step is not of interest."""
+    """The prediction of each planned run file, or the reason why there is none. `limit` as of `predict_run`.
+
+    `quickest`: seconds; a step that takes longer may be left unordered."""
     found: list[Simulated] = []
     for file in files:
         progress("capturing and simulating its step")

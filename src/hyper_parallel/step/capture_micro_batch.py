@@ -278,6 +278,46 @@ def captured_by_periods(recipe: GradientRecipe, capture: Callable[[], StepGraph]
 
 
 @dataclass(frozen=True)
+class FewLayers:
+    """Graphs of a step with few of a model's layers, which are alike but for those in front."""
+
+    total: int
+    """Layers of the model."""
+    first: int
+    """Layers in front of those that are repeated, the first of these included."""
+    least: int
+    """Layers of the smallest graph."""
+    prefix: str
+    """Of the layers' names."""
+    assemble: Callable[[Sequence[int]], StepGraph]
+
+    def layers(self, count: int) -> list[int]:
+        """The indices of the layers of the graph that has so many."""
+        behind = self.least - self.first
+        return [*range(count - behind), *range(self.total - behind, self.total)]
+
+    def graph(self, count: int) -> StepGraph:
+        """The graph with so many layers."""
+        return self.assemble(self.layers(count)[self.first : self.first + count - self.least])
+
+
+def captured_few(recipe: GradientRecipe, capture: Callable[[], StepGraph]) -> FewLayers | None:
+    """The graphs that `capture` gives with few layers of a recipe's model; None where these do not follow each other
+    alike. Errors are those of `capture`."""
+    handle = recipe.handle
+    for plan in _plans(handle):
+        first, behind = plan.pair.a + plan.pair.length, plan.total - plan.pair.b
+        if plan.pair.length == 1:
+            try:
+                found = plan.assembler(handle, capture, recipe.seed)
+            except Unlike as error:
+                log.debug("layers are not alike: %s", error)
+            else:
+                return FewLayers(plan.total, first, first + behind, plan.pair.prefix, found)
+    return None
+
+
+@dataclass(frozen=True)
 class _Plan:
     """What to capture."""
 
@@ -300,23 +340,32 @@ class _Plan:
     @uncollected()
     def captured(self, handle: ShardedModel, capture: Callable[[], StepGraph], seed: int) -> StepGraph:
         """The graph of all layers. Raises Unlike."""
+        assemble = self.assembler(handle, capture, seed)
+        found = assemble(self.between)
+        _check_state(found, handle.model)
+        few = self.between[: math.ceil(SHORT / self.pair.length)]
+        if 2 * len(few) <= len(self.between):
+            found.short = partial(assemble, few)
+        return found
+
+    def assembler(
+        self, handle: ShardedModel, capture: Callable[[], StepGraph], seed: int
+    ) -> Callable[[Sequence[int]], StepGraph]:
+        """What assembles the graph with these periods between A and B. Raises Unlike."""
 
         def numbers(module: str) -> list[int]:
             return [key_of(seed, module, call) for call in range(1, 1 + CALLS)]
 
         two = self._few(handle, capture, [])
+
+        def assemble(between: Sequence[int]) -> StepGraph:
+            return assembled(two, self.pair, between, _NUMBERED, numbers)
+
         one_more = self.between[:1]
-        made = assembled(two, self.pair, one_more, _NUMBERED, numbers)
-        three = self._few(handle, capture, one_more)
-        differs = difference(made, three)
+        differs = difference(assemble(one_more), self._few(handle, capture, one_more))
         if differs is not None:
             raise Unlike(differs)
-        found = assembled(two, self.pair, self.between, _NUMBERED, numbers)
-        _check_state(found, handle.model)
-        few = self.between[: math.ceil(SHORT / self.pair.length)]
-        if 2 * len(few) <= len(self.between):
-            found.short = partial(assembled, two, self.pair, few, _NUMBERED, numbers)
-        return found
+        return assemble
 
     def _few(
         self, handle: ShardedModel, capture: Callable[[], StepGraph], between: Sequence[int]

@@ -38,7 +38,7 @@ from hyper_parallel.shard.saved_gathers import GatherBoundaries
 from hyper_parallel.shard.sharded_model import clip_gradients
 from hyper_parallel.step.accumulation import accumulating, whole_step
 from hyper_parallel.step.batches import MicroBatch
-from hyper_parallel.step.capture_micro_batch import captured_by_periods
+from hyper_parallel.step.capture_micro_batch import FewLayers, captured_by_periods, captured_few
 from hyper_parallel.step.micro_batch import (
     MICRO_FIELDS,
     SUM,
@@ -131,6 +131,12 @@ def capture_one(
     step = captured_by_periods(recipe, lambda: _captured(recipe, shape, micro_batches, device))
     again = recompute_pass(recipe.handle.strategy, recomputed_modules(recipe.model, recipe.handle.strategy))
     return step if again is None else rewritten(step, [again])
+
+
+def capture_few(recipe: Recipe, shape: MicroBatchShape, micro_batches: int) -> FewLayers | None:
+    """The graphs of `capture_one` with few of the model's layers, before any is computed again; None where the layers
+    do not follow each other alike."""
+    return captured_few(recipe, lambda: _captured(recipe, shape, micro_batches, "cpu"))
 
 
 def _captured(
