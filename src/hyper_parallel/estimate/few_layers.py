@@ -163,9 +163,9 @@ def _predicted(
         # `overlap.order_search` has a short step of so many layers: the first ones of all, and the last.
         short = graphs.least + SHORT
         trial = captured(short, sum(layer < again for layer in graphs.layers(short))) if mixed else whole
-        tried, held = _chosen(
-            trial.search(order, everything), whole.search(order, everything), everything, runs
-        )
+        search = trial.search(order)
+        search.room = everything.room(trial)
+        tried, held = _chosen(search, whole.search(order), everything, runs)
     timed = []
     for step in steps:
         body = step.body
