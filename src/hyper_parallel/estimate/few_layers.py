@@ -43,6 +43,7 @@ from hyper_parallel.graph.lower import lowered
 from hyper_parallel.graph.step_context import current_step, region_of
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap.collective_order import order_pass
+from hyper_parallel.overlap.jobs import Prices
 from hyper_parallel.overlap.order_search import OrderSearch, Overlap, Room, Tried
 from hyper_parallel.shard.layer_kinds import layers_in
 from hyper_parallel.shard.plan import make_plan
@@ -52,10 +53,10 @@ from hyper_parallel.step.capture_micro_batch import SHORT
 from hyper_parallel.step.capture_micro_batch import FewLayers as Graphs
 from hyper_parallel.step.capture_train_step import capture_few
 from hyper_parallel.strategy import recomputed_layers
-from hyper_parallel.trace import Timeline, Trace
+from hyper_parallel.trace import Collective, Timeline, Trace
 from hyper_parallel.trace.timeline import step_parts
 from hyper_parallel.workload import flops_of_model
-from hyper_parallel.workload.work import Work, mfu
+from hyper_parallel.workload.work import mfu
 
 MORE = 4
 """Layers that the longer step for times has more than the shorter one."""
@@ -72,13 +73,13 @@ class FewLayers:
     """The predicted step of all layers."""
 
     seconds: float | None
-    """None where the step was not ordered: it holds more than `limit` in the order of the model's code, or its kernels
-    alone take as long as another step."""
+    """None where the step was not ordered: it holds more than `limit` in the order of the model's code, or its busiest
+    queue alone takes as long as another step."""
     peak: float
     """Bytes of the fullest rank."""
     fits: bool
     least: float
-    """Seconds of its kernels."""
+    """Seconds of its busiest queue: its kernels, or the collectives over an axis, each alone on its links."""
     parts: Mapping[str, float]
     """As of `Prediction.parts`."""
     mfu: float | None
@@ -94,8 +95,8 @@ def predict_few_layers(
     """The prediction of a run from steps of few of its layers; None where its step is to be predicted whole: it has few
     layers, a pipeline, a budget, or a config whose layers are not of one kind.
 
-    `limit`: bytes; `quickest`: seconds; a step is not ordered that holds more, or whose kernels take as long. Errors
-    are those of `predict_run`.
+    `limit`: bytes; `quickest`: seconds; a step is not ordered that holds more, or of which a queue takes as long.
+    Errors are those of `predict_run`.
     """
     strategy, memory = run.effective_strategy, run.effective_strategy.memory
     model = model_of(run, [])
@@ -150,7 +151,8 @@ def _predicted(
         return sum(count * one for count, one in zip(counts, values, strict=True))
 
     written, resident = summed([step.written for step in steps]), summed([step.resident for step in steps])
-    least = summed([step.kernels for step in steps])
+    queues = {name for step in steps for name in step.queues}
+    least = max(summed([step.queues.get(name, 0.0) for step in steps]) for name in queues)
     capacity = cluster.device.memory.bytes / cluster.device.memory.ranks
     if least >= quickest or (limit is not None and written > limit):
         return FewLayers(None, written, written <= (limit or capacity), least, {}, None)
@@ -228,8 +230,8 @@ class _FewLayerStep:
     step: StepGraph | Accumulation
     """With its only micro-batch, or the loop over them."""
     micro_batches: int
-    kernels: float
-    """Seconds of its kernels."""
+    queues: Mapping[str, float]
+    """Seconds of its kernels, and of its collectives over each axis."""
     written: float
     """Bytes that it holds at most."""
     resident: float
@@ -241,7 +243,7 @@ class _FewLayerStep:
         strategy, micro_batches = run.effective_strategy, count_micro_batches(run)
         modules = [f"{graphs.prefix}.{layer}" for layer in graphs.layers(layers)[:again]]
         one = rewritten(graphs.graph(layers), passes(strategy, cluster, ordered=False, recompute=modules))
-        kernels = _kernel_seconds(one, cluster, micro_batches)
+        queues = _queue_seconds(one, cluster, micro_batches)
         step: StepGraph | Accumulation = one
         if micro_batches > 1:
             order = order_pass(strategy, cluster, "cpu")
@@ -250,7 +252,7 @@ class _FewLayerStep:
         body = step.body if isinstance(step, Accumulation) else step
         lives = lifetimes(body, balanced_sizes(body))
         resident = sum(life.bytes for life in lives if life.born < 0)
-        return cls(run, cluster, step, micro_batches, kernels, peak_of(lives).bytes, resident)
+        return cls(run, cluster, step, micro_batches, queues, peak_of(lives).bytes, resident)
 
     @property
     def body(self) -> StepGraph:
@@ -312,12 +314,12 @@ def _chosen(
     return None, None
 
 
-def _kernel_seconds(step: StepGraph, cluster: Cluster, micro_batches: int) -> float:
-    """Seconds of all kernels of a step with one of its micro-batches."""
-    assert cluster.device is not None
-    seconds = 0.0
+def _queue_seconds(step: StepGraph, cluster: Cluster, micro_batches: int) -> dict[str, float]:
+    """Seconds of each queue of a step with one of its micro-batches, in which nothing waits for another queue."""
+    prices = Prices(cluster)
+    seconds: defaultdict[str, float] = defaultdict(float)
     for node, cost in costs(step, balanced_sizes(step)).items():
-        if isinstance(cost, Work) and cost.kind != "view":
-            each = region_of(node).micro_batch is not None
-            seconds += cluster.device.seconds(cost) * (micro_batches if each else 1)
+        queue = f"over {cost.axis}" if isinstance(cost, Collective) else "kernels"
+        times = micro_batches if region_of(node).micro_batch is not None else 1
+        seconds[queue] += prices.seconds(cost) * times
     return seconds

@@ -189,7 +189,9 @@ def _simulated(
         machine = cluster.for_workers(run.effective_strategy.axes.world)
         few = predict_few_layers(run, machine, limit, progress, quickest)
         if few is not None and few.seconds is None and few.least >= quickest:
-            return Simulated(None, few.fits, few.peak, f"its kernels alone take {format_duration(few.least)}")
+            return Simulated(
+                None, few.fits, few.peak, f"its busiest queue alone takes {format_duration(few.least)}"
+            )
         if few is not None and few.seconds is None:
             raise AboveLimit(int(few.peak), limit or 0.0)
         if few is not None:
