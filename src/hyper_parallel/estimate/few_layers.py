@@ -128,8 +128,6 @@ def _predicted(
     total, front = graphs.total, graphs.first - 1
     again = len(recomputed_layers(strategy.memory, [total]))
     mixed = 0 < again < total
-    if mixed and again <= front:
-        return None
     captured = partial(_FewLayerStep.of, run, cluster, graphs)
     ends = sorted({front, again, total} - {0})
     runs = [LayerRun(end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
