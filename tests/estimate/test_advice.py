@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_the_advice_appended_to_the_command_gives_the_stated_figures(tmp_path: P
     last = re.sub(r"\s+", " ", _simulate(*SMALL, cache, "--advise").partition("helps most: ")[2]).strip()
     share = f"{advice['step'] / advice['instead'] - 1:+.0%}".replace("-", "−")
     assert last == (
-        f"{' '.join(advice['change'])}: {format_duration(advice['step'])} instead of "
+        f"{shlex.join(advice['change'])}: {format_duration(advice['step'])} instead of "
         f"{format_duration(advice['instead'])} ({share}), {format_bytes(advice['peak'])}"
     )
     assert "advice" not in json.loads(_simulate(*SMALL, cache, "--json"))
@@ -101,7 +102,9 @@ def test_changes_keep_the_number_of_devices() -> None:
         with contextlib.suppress(HyperParallelError):
             assert _run(*given, *change).effective_strategy.axes.world == 32
             valid.append(change)
-    assert ("strategy.axes.tensor=2", "strategy.axes.shard=8") in valid
-    assert ("strategy.axes.tensor=1", "strategy.axes.shard=16", "strategy.sequence=false") in valid
-    assert ("strategy.axes.pipeline=1", "strategy.axes.shard=8", "strategy.pipeline={}") in valid
+    assert ("strategy.axes={pipeline: 2, shard: 8, tensor: 2}",) in valid
+    assert ("strategy.axes={pipeline: 2, shard: 16}", "strategy.sequence=false") in valid
+    assert ("strategy.axes={shard: 8, tensor: 4}", "strategy.pipeline={}") in valid
+    # Copies are furthest apart, though the file does not name their axis.
+    assert ("strategy.axes={replicate: 2, pipeline: 2, shard: 2, tensor: 4}",) in valid
     assert ("strategy.memory.recompute=none",) in valid

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hyper_parallel.cli.arguments import as_json, check_folder, progress_lines, write
+from hyper_parallel.cli.arguments import as_json, check_folder, progress_lines, trace_cache, write
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -202,14 +202,9 @@ def _advice(
         run,
         lambda change: fetched(config.load(file, (*overrides, *change)), Wanted.CONFIG),
         cluster_of(name, run),
-        cache=_traces(run),
+        cache=trace_cache(run),
         say=progress,
     )
-
-
-def _traces(run: RunConfig) -> Path | None:
-    """The folder of captured steps; None where a step is to be captured anew."""
-    return Path(run.data.cache).expanduser() / "traces" if run.train.graph_cache else None
 
 
 def _generation(
@@ -258,7 +253,7 @@ def _training(
         run = _planned(run, name, ranks, progress)
     machine = cluster_of(name, run, ranks)
     return predict_run(
-        run, machine, as_written=as_written, explain=explain, cache=_traces(run), progress=progress
+        run, machine, as_written=as_written, explain=explain, cache=trace_cache(run), progress=progress
     )
 
 

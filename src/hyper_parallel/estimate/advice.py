@@ -12,6 +12,7 @@ overrides says the same.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil, inf
@@ -71,14 +72,14 @@ class Advice:
     """Changes that were simulated with their collectives ordered."""
 
     def text(self) -> str:
-        """One line."""
+        """One line, with the change as a shell takes it."""
         if self.change is None:
             most = "makes it fit" if not self.fitted else f"saves {LEAST:.0%} of the step and fits"
             return f"helps most: nothing; none of {self.captured} single changes of the file {most}"
         share = f"{self.step / self.instead - 1:+.0%}".replace("-", "−")
         gain = f"{format_duration(self.step)} instead of {format_duration(self.instead)} ({share})"
         fits = "" if self.fitted else "it fits, "
-        return f"helps most: {' '.join(self.change)}: {fits}{gain}, {format_bytes(self.peak)}"
+        return f"helps most: {shlex.join(self.change)}: {fits}{gain}, {format_bytes(self.peak)}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; times are seconds, memory is bytes; all are predicted."""
@@ -208,23 +209,28 @@ def _kept(run: RunConfig) -> Change:
 
 
 def _moved(run: RunConfig, source: str, target: str) -> Iterator[Change]:
-    """Degrees that move from one axis to another one. A file names its tensor axis in one of two ways, and the other
-    one is not valid in it."""
+    """Degrees that move from one axis to another one.
+
+    All axes are written: an override adds keys behind those of the file, on neighbouring ranks.
+    """
     strategy, axes = run.effective_strategy, run.effective_strategy.axes
     degree = axes.degree(source)
-    for factor in sorted({2, 4, degree} if source not in ("shard", "replicate") else {2, 4, 8}):
+    for factor in sorted({2, 4, 8} if source in ("shard", "replicate") else {2, 4, degree}):
         if degree % factor or degree == 1:
             continue
-        after = {source: degree // factor, target: axes.degree(target) * factor}
-        tensor = after.get("tensor_x", axes.tensor_x) * after.get("tensor_y", axes.tensor_y)
-        rest: Change = ("strategy.sequence=false",) * (strategy.sequence and tensor == 1)
-        if source == "pipeline" and after[source] == 1:
+        after = axes.model_copy(
+            update={source: degree // factor, target: axes.degree(target) * factor, "open": ()}
+        )
+        names = {"tensor_x": "tensor"} if after.tensor_y == 1 else {}
+        degrees = [
+            f"{names.get(axis, axis)}: {size}" for axis, size in after.model_dump().items() if size > 1
+        ]
+        rest: Change = ("strategy.sequence=false",) * (strategy.sequence and after.tensor == 1)
+        if source == "pipeline" and after.pipeline == 1:
             rest = ("strategy.pipeline={}",)
         elif source == "pipeline" and strategy.pipeline.layers is not None:
             rest = ("strategy.pipeline.layers=null",)
-        for name in ("tensor", "tensor_x") if "tensor_x" in after else ("",):
-            named = {name if axis == "tensor_x" else axis: size for axis, size in after.items()}
-            yield (*(f"strategy.axes.{axis}={size}" for axis, size in named.items()), *rest)
+        yield (f"strategy.axes={{{', '.join(degrees)}}}", *rest)
 
 
 def _fewer_recomputed(run: RunConfig, peak: int, nothing_again: int, capacity: float) -> Iterator[Change]:
