@@ -9,6 +9,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from hyper_parallel import config
@@ -78,6 +79,17 @@ def test_a_step_that_does_not_fit_is_advised_what_makes_it_fit() -> None:
     assert found.change is not None
     assert found.peak <= 0.9 * own
     assert ": it fits, " in found.text()
+
+
+@pytest.mark.matrix
+def test_a_pipeline_is_advised_by_the_same_figures() -> None:
+    pipeline = ("strategy.axes={pipeline: 2, shard: 2}", "strategy.pipeline.schedule=gpipe")
+    cluster = Cluster.named("h100x4")
+    found = _advised(cluster, *pipeline)
+    assert found.change is not None
+    timeline = predict_run(_run(*pipeline, *found.change), cluster).timeline
+    assert (timeline.step, timeline.peak.bytes) == (found.step, found.peak)
+    assert found.step < found.instead
 
 
 def test_where_nothing_helps_the_advice_says_so() -> None:

@@ -41,6 +41,7 @@ def test_the_command_tells_time_and_memory_and_writes_what_is_asked_for(tmp_path
     assert "predicted step of 4 ranks on h100x4" in said
     assert "simulated: " in said
     assert "it fits: predicted peak" in said
+    assert "next: --advise" in said and "helps most:" not in said
     assert "collectives by axis" in said
     assert json.loads(trace.read_text())["traceEvents"]
     assert "predicted" in page.read_text()

@@ -140,7 +140,8 @@ def simulate(
         _show(generation, None, as_json)
         _write_pages(generation.timeline, title, "passes that generate; ", None, trace, html)
         return
-    if advise and (run.open or run.effective_strategy.memory.device is not None):
+    may_advise = not run.open and run.effective_strategy.memory.device is None
+    if advise and not may_advise:
         raise click.UsageError(
             "--advise changes a file whose axes are given and that has no memory budget; set strategy.axes and leave "
             "strategy.memory.device out, or leave --advise out"
@@ -148,6 +149,8 @@ def simulate(
     found = _training(run, cluster, ranks, as_written, explain, progress)
     advice = _advice(found, run, file, overrides, cluster, progress) if advise else None
     _show(found, advice, as_json)
+    if may_advise and not (advise or as_written or as_json):
+        click.echo("next: --advise (simulates changes of the file, and names the one that helps most)")
     _write_pages(found.timeline, f"{file.stem} on {found.timeline.cluster}", "", found.pipeline, trace, html)
 
 

@@ -117,7 +117,7 @@ def advise(
                 known = (run, *(one.run for one in captured.values()))
                 if other in known or other.effective_strategy.axes.world != run.effective_strategy.axes.world:
                     continue
-                say(f"capturing {' '.join(change)}")
+                say(f"capturing {shlex.join(change)}")
                 found = predict_run(other, cluster, as_written=True, cache=cache)
             except HyperParallelError:
                 continue
@@ -134,18 +134,22 @@ def advise(
     least = inf if own.fits is False else step * (1 - LEAST)
     simulated = 0
     for change, one in sorted(captured.items(), key=lambda item: item[1].bound + item[1].written):
-        if simulated == COUNT:
-            break
         if one.peak > capacity or one.bound >= least:
             continue
-        say(f"simulating {' '.join(change)}")
-        found = predict_run(one.run, cluster, cache=cache)
-        simulated += 1
-        if found.fits is not False and found.timeline.step < least:
-            best, least = change, found.timeline.step
-            step, peak = least, found.timeline.peak.bytes
-        del found
-        collect_between()
+        seconds, held = one.written, one.peak
+        # A pipeline's stages stay in the order of the code, so that it was simulated already.
+        if one.run.effective_strategy.axes.pipeline == 1:
+            if simulated == COUNT:
+                continue
+            say(f"simulating {shlex.join(change)}")
+            timeline = predict_run(one.run, cluster, cache=cache).timeline
+            seconds, held = timeline.step, timeline.peak.bytes
+            simulated += 1
+            del timeline
+            collect_between()
+        if held <= capacity and seconds < least:
+            best, least = change, seconds
+            step, peak = seconds, held
     return Advice(best, step, peak, own.timeline.step, own.fits is not False, len(captured), simulated)
 
 
