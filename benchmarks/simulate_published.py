@@ -55,12 +55,12 @@ from hyper_parallel.planner.cost_model.step import estimate
 from hyper_parallel.planner.csv_runs.cells import read, records
 from hyper_parallel.planner.csv_runs.model_and_machine import shape_of
 from hyper_parallel.planner.csv_runs.rows import RunRow, rows
-from hyper_parallel.planner.error_interval import SIMULATED
 from hyper_parallel.planner.framework_profiles import profile_of
 from hyper_parallel.planner.metrics import Figures, disagreement, figures
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PIPELINES, planned_run_file
 from hyper_parallel.planner.table import PRECISIONS, Table
+from hyper_parallel.trace.simulated_error import SIMULATED
 from hyper_parallel.workload.shape import Shape
 from hyper_parallel.workload.workload import Workload
 

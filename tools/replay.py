@@ -67,7 +67,7 @@ TRAINED: dict[str, list[str]] = {
 SIMULATED: dict[str, list[str]] = {
     "llama-8b": ["examples/simulate/llama-8b.yaml", "--cluster", "h100x64"],
     "llama-8b-ascend": ["examples/simulate/llama-8b.yaml", "--cluster", "cloudmatrix384", "--ranks", "64"],
-    "llama-70b": ["examples/simulate/llama-70b.yaml", "--cluster", "h100x64"],
+    "llama-70b": ["examples/simulate/llama-70b.yaml", "--cluster", "h100x256"],
     "mixtral": ["examples/simulate/mixtral-8x7b.yaml", "--cluster", "h100x64"],
     "quickstart-as-written": ["examples/quickstart.yaml", "--cluster", "h100x4", "--as-written"],
     "quickstart-budget": [

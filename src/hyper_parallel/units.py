@@ -82,6 +82,18 @@ def parse_seconds(text: str) -> float:
     return float(found[1]) * _TIMES[found[2]]
 
 
+def format_interval(seconds: float, interval: tuple[float, float]) -> str:
+    """``10.9–14.1``: an interval in the unit in which `format_duration` shows `seconds`.
+
+    >>> format_interval(12.3, (10.9, 14.1))
+    '10.9–14.1'
+    """
+    scale = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}[format_duration(seconds).split()[1]]
+    low, high = (value * scale for value in interval)
+    digits = 2 if high < 10 else 1 if high < 100 else 0
+    return f"{low:.{digits}f}–{high:.{digits}f}"
+
+
 def format_duration(seconds: float) -> str:
     """Three digits in a suitable unit, for times of kernels and steps: ``85.2 µs``, ``3.12 ms``, ``1.24 s``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9)):

@@ -107,6 +107,34 @@ def test_the_peak_is_that_of_the_order_of_the_models_code() -> None:
         assert inspect_run(run).peak == pytest.approx(predicted, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        (LLAMA, {}),
+        (LLAMA, SHARDED),
+        (LLAMA, {**SHARDED, "memory": {"recompute": "layer", "recompute_layers": 2}}),
+        (MIXTRAL, {"axes": {"shard": 4, "expert": 4}, "memory": {"shard": "optimizer"}}),
+        (LLAMA, {"axes": {"pipeline": 2, "shard": 2}, "pipeline": {"schedule": "1f1b"}}),
+    ],
+    ids=["one device", "tensor", "recomputed", "experts", "pipeline"],
+)
+def test_on_a_cluster_the_peak_is_that_of_simulate(model: dict[str, Any], strategy: dict[str, Any]) -> None:
+    run = run_of(model, strategy, micro_batch=1)
+    cluster = cluster_of("h100x8", run)
+    predicted = predict_run(run, cluster).timeline
+    inspected = inspect_run(run, predicted.peak.rank, cluster=cluster)
+    assert inspected.peak == predicted.peak.bytes
+    assert inspected.peak_by_kind == predicted.peak_by_kind()
+    assert "peak, ordered for h100x8" in inspected.table()
+    assert inspected.to_json()["ordered_on"] == "h100x8"
+    as_written = inspect_run(run)
+    assert as_written.peak_by_kind == {} and as_written.ordered_on is None
+    assert ("peak, as the code is written" in as_written.table()) == (as_written.peak is not None)
+    if run.strategy.axes.tensor > 1:
+        # What training gathers early is there besides.
+        assert inspected.peak > as_written.peak
+
+
 def test_a_step_that_cannot_be_captured_is_told_by_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = inspect_run(run_of(LLAMA, SHARDED), 3)
 

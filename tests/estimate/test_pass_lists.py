@@ -88,6 +88,8 @@ def _small(example: Path, *overrides: str) -> RunConfig:
     """The example with few layers, and one micro-batch."""
     given = [f"model.config.num_hidden_layers={LAYERS.get(example.name, 2)}", *overrides]
     run = config.load(example, given)
+    if run.effective_strategy.memory.recompute_layers is not None:
+        given.append("strategy.memory.recompute_layers=1")
     batch = run.effective_strategy.axes.data * micro_batch(run)
     return config.load(example, [*given, f"train.batch={batch}"])
 

@@ -16,6 +16,8 @@ from hyper_parallel.cluster import MEASURED, Cluster
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate import cluster_of, predict_run
 from hyper_parallel.estimate.prediction import Prediction
+from hyper_parallel.trace.simulated_error import simulated_between
+from hyper_parallel.units import format_duration, format_interval
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SMALL = ("model.config.hidden_size=64", "model.config.num_hidden_layers=2", "data.sequence=64")
@@ -39,6 +41,7 @@ def test_the_command_tells_time_and_memory_and_writes_what_is_asked_for(tmp_path
     assert "predicted step of 4 ranks on h100x4" in said
     assert "simulated: " in said
     assert "it fits: predicted peak" in said
+    assert "next: --advise" in said and "helps most:" not in said
     assert "collectives by axis" in said
     assert json.loads(trace.read_text())["traceEvents"]
     assert "predicted" in page.read_text()
@@ -50,12 +53,31 @@ def test_json_has_the_same_numbers() -> None:
     found = json.loads(said)
     assert found["predicted"] is True
     assert found["ranks"] == 4
+    assert found["interval"] == list(simulated_between(found["step"], mixture=False))
     assert found["memory"]["fits"] is True
     assert found["memory"]["peak"] == sum(found["memory"]["by_kind"].values())
     assert found["step"] == pytest.approx(
         found["computing"] + found["exposed"] + sum(found["waiting"].values())
     )
     assert found["tokens_per_second_per_device"] == pytest.approx(found["tokens"] / found["step"] / 4)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_interval_is_that_of_the_models_kind(experts: int) -> None:
+    """Mixtures of experts are harder to predict, and `plan` states the same interval (`Solved.shown`)."""
+    overrides = (*SMALL, "strategy.axes={shard: 2}", "strategy.sequence=false")
+    if experts:
+        overrides += ("model.config.model_type=mixtral", f"model.config.num_local_experts={experts}")
+    found = predict_run(config.load(QUICKSTART, overrides), Cluster.preset("h100"))
+    step = found.timeline.step
+    low, high = found.between
+    assert low < step < high
+    assert (low, high) == simulated_between(step, mixture=bool(experts))
+    assert (low, high) != simulated_between(step, mixture=not experts)
+    assert (
+        f"predicted {format_duration(step)} a step (90%: {format_interval(step, (low, high))})"
+        in found.text(10_000)
+    )
 
 
 def test_model_flops_are_those_of_the_one_convention() -> None:

@@ -69,7 +69,7 @@ HERE = {
         "train.sample.tokens=4",
         "train.schedule.warmup=0",
     ),
-    "simulate/llama-70b.yaml": ("inspect", FEW_LAYERS),
+    "simulate/llama-70b.yaml": ("inspect", FEW_LAYERS, "strategy.memory.recompute_layers=1"),
     "simulate/llama-8b-pipeline.yaml": ("load",),
     "simulate/llama-8b.yaml": ("inspect", FEW_LAYERS),
     "simulate/mixtral-8x7b.yaml": ("inspect", FEW_LAYERS),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.planner import format
 from hyper_parallel.planner import solve as sweep
 from hyper_parallel.planner.columns import code
 from hyper_parallel.planner.constants import Constants
@@ -22,6 +23,7 @@ from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.solve import NothingFitsError, Solved, nothing_fits, solve
 from hyper_parallel.planner.sweep_tables import fewest, lengths, scaling
 from hyper_parallel.planner.training import answer_of
+from hyper_parallel.units import format_duration
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
@@ -95,6 +97,13 @@ def test_of_what_is_simulated_the_quickest_that_fits_is_written(one: Solved) -> 
     simulated = [Simulated(seconds, fits, 1e9) for seconds, fits in ((3.0, True), (1.0, False), (2.0, True))]
     found = replace(one, simulated=simulated)
     assert found.chosen == 2 and one.chosen == 0
+    axes = [format.axes(best.strategy) for best in found.best]
+    lines = dict(answer_of(found).lines)
+    assert lines["beside"] == f"simulated too: {axes[0]} 3.00 s (+50.0%); {axes[1]} does not fit"
+    assert "ties" not in lines and "beside" not in dict(answer_of(one).lines)
+    alone = dict(answer_of(replace(one, simulated=simulated[:1])).lines)["beside"]
+    next_best = format_duration(one.best[1].seconds)
+    assert alone == f"no other strategy was simulated; the next, {axes[1]}, is estimated at {next_best}"
     assert "simulated, 3 is the quickest (2.00 s), and --out writes it" in " ".join(
         answer_of(found).text(400).split()
     )

@@ -9,9 +9,15 @@ from itertools import product
 import numpy as np
 import pytest
 
+from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.columns import CONTEXT_METHODS, ORDERS, SCHEDULES, Columns, code, unique
+from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
 from hyper_parallel.planner.query import Question
+from hyper_parallel.planner.run_file import PIPELINES
 from hyper_parallel.planner.space import StrategySpace, divisors
+from hyper_parallel.schedule import named_schedule
+from hyper_parallel.workload.published import shape as published
+from hyper_parallel.workload.workload import Workload
 from planner.plan_cases import DENSE, EXPERTS, groups, question
 
 AXES = ("replicate", "shard", "context", "tensor_x", "tensor_y", "pipeline")
@@ -100,6 +106,28 @@ def test_stages_may_be_uneven_and_schedules_have_their_conditions() -> None:
     }
     assert names == {"1f1b", "gpipe", "zb-h1", "zb-v"}
     assert _options(question(), "schedules") == [(code("schedule", "1f1b"), 1)]
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen-3-30b-a3b", "mixtral-8x7b", "llama-3-70b"])
+def test_what_train_runs_has_the_schedules_of_train_alone(model: str) -> None:
+    asked = Question(
+        workload=Workload(published(model), 2048, 4096),
+        cluster=Cluster.named("h100x512"),
+        profile=HYPER_PARALLEL,
+        runnable=True,
+    )
+
+    def schedules(asked: Question) -> set[str]:
+        space = StrategySpace(asked)
+        # Every row of degrees with what comes below it in the tree, DualPipe's branch included.
+        rows, _ = space.dual.expand(space.degrees() | {"micro": np.ones(space.degrees()["shard"].size)})
+        rows, _ = space.schedules.expand(rows | {"data": np.ones(rows["shard"].size)})
+        return {SCHEDULES[int(one)] for one in np.unique(rows["schedule"])}
+
+    assert schedules(asked) == PIPELINES.keys()
+    for name in PIPELINES.values():
+        assert named_schedule(name, 4, 16, None).stages >= 4
+    assert "dualpipe" in schedules(replace(asked, runnable=False))
 
 
 def test_methods_have_their_conditions() -> None:

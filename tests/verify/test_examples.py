@@ -33,7 +33,10 @@ def shrunk(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     axes = {axis: min(degree, 2) for axis, degree in content["strategy"]["axes"].items()}
     rows = axes.get("replicate", 1) * axes.get("shard", 1)
     train = {key: value for key, value in content["train"].items() if key in ("optimizer", "loss", "clip")}
-    strategy = {**content["strategy"], "axes": axes}
+    memory = dict(content["strategy"].get("memory", {}))
+    if "recompute_layers" in memory:
+        memory["recompute_layers"] = 1
+    strategy = {**content["strategy"], "axes": axes, "memory": memory}
     return {
         **content,
         "out": str(folder / "run"),

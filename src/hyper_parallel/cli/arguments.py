@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hyper_parallel.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from hyper_parallel.config import RunConfig
 
 
 def run_file(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,6 +26,11 @@ def run_file(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def trace_cache(run: RunConfig) -> Path | None:
+    """The folder of captured steps that `simulate` and `inspect` share; None where a step is to be captured anew."""
+    return Path(run.data.cache).expanduser() / "traces" if run.train.graph_cache else None
 
 
 def check_folder(option: str, path: Path | None) -> None:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hyper_parallel.cli.arguments import as_json, check_folder, progress_lines, write
+from hyper_parallel.cli.arguments import as_json, check_folder, progress_lines, trace_cache, write
 from hyper_parallel.errors import ConfigError
 
 if TYPE_CHECKING:
     from hyper_parallel.config import RunConfig
+    from hyper_parallel.estimate.advice import Advice
     from hyper_parallel.estimate.generate_report import GenerationPrediction
     from hyper_parallel.estimate.prediction import Prediction
+    from hyper_parallel.report.pipeline import PipelineFigures
+    from hyper_parallel.trace import Timeline
 
 
 @click.command(short_help="Predict a step on any cluster: time, communication, memory.")
@@ -62,6 +65,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="With a memory budget: what moves, when and why, and how far the plan is from the best possible.",
 )
+@click.option(
+    "--advise",
+    is_flag=True,
+    help="Simulate changes of FILE one by one too, and name the one that helps most, as overrides with their gain.",
+)
 @as_json
 def simulate(
     given: str,
@@ -74,6 +82,7 @@ def simulate(
     html: Path | None,
     as_written: bool,
     explain: bool,
+    advise: bool,
     as_json: bool,
 ) -> None:
     """Predict the time and memory of FILE's step on a cluster that you need not have.
@@ -89,6 +98,7 @@ def simulate(
     Examples:
       hyper-parallel simulate examples/simulate/llama-8b.yaml --cluster h100x64
       hyper-parallel simulate run.yaml --cluster cloudmatrix384 strategy.axes.tensor=8 --html step.html
+      hyper-parallel simulate run.yaml --cluster h100x64 --advise           what to change in the file
       hyper-parallel calibrate && hyper-parallel simulate run.yaml --cluster cluster.yaml     this machine
       hyper-parallel simulate llama-3-8b --generate --cluster h100x1 inference.batch=32 workload.prompt_tokens=4096
       hyper-parallel simulate --rl examples/rl/simulate-verl.yaml
@@ -101,7 +111,7 @@ def simulate(
     """
     file, progress = Path(given), progress_lines()
     if rl:
-        if cluster or generate or ranks or trace or html or as_written or explain:
+        if cluster or generate or ranks or trace or html or as_written or explain or advise:
             raise click.UsageError("--rl takes the times of its roles from FILE; only --json goes with it")
         from hyper_parallel.config.rl_simulation import load_rl_simulation
         from hyper_parallel.rl.simulator.run import compare
@@ -113,29 +123,91 @@ def simulate(
         raise click.UsageError("Missing option '--cluster'.")
     from hyper_parallel import config
 
-    if generate and (as_written or explain):
-        raise click.UsageError("--as-written and --explain are of training; leave --generate out, or them")
+    if generate and (as_written or explain or advise):
+        raise click.UsageError(
+            "--as-written, --explain and --advise are of training; leave --generate out, or them"
+        )
+    if advise and as_written:
+        raise click.UsageError(
+            "--advise is for the order in which training runs; leave --as-written out, or it"
+        )
     run = None if generate else config.load(file, overrides)
     check_folder("--trace", trace)
     check_folder("--html", html)
-    found: Prediction | GenerationPrediction
     if run is None:
-        found = _generation(given, overrides, cluster, ranks, progress)
-        title = f"{file.stem}: passes that generate, on {found.cluster.name}"
-        traced, pipeline = "passes that generate; ", None
-    else:
-        found = _training(run, cluster, ranks, as_written, explain, progress)
-        title = f"{file.stem} on {found.timeline.cluster}"
-        traced, pipeline = "", found.pipeline
+        generation = _generation(given, overrides, cluster, ranks, progress)
+        title = f"{file.stem}: passes that generate, on {generation.cluster.name}"
+        _show(generation, None, as_json)
+        _write_pages(generation.timeline, title, "passes that generate; ", None, trace, html)
+        return
+    may_advise = not run.open and run.effective_strategy.memory.device is None
+    if advise and not may_advise:
+        raise click.UsageError(
+            "--advise changes a file whose axes are given and that has no memory budget; set strategy.axes and leave "
+            "strategy.memory.device out, or leave --advise out"
+        )
+    found = _training(run, cluster, ranks, as_written, explain, progress)
+    advice = _advice(found, run, file, overrides, cluster, progress) if advise else None
+    _show(found, advice, as_json)
+    if may_advise and not (advise or as_written or as_json):
+        click.echo("next: --advise (simulates changes of the file, and names the one that helps most)")
+    _write_pages(found.timeline, f"{file.stem} on {found.timeline.cluster}", "", found.pipeline, trace, html)
+
+
+def _show(found: Prediction | GenerationPrediction, advice: Advice | None, as_json: bool) -> None:
+    # Only now, because it needs torch.
+    from hyper_parallel.report.table import terminal_width, wrapped
+
+    if as_json:
+        advised = {} if advice is None else {"advice": advice.to_json()}
+        click.echo(json.dumps({**found.to_json(), **advised}, indent=2))
+        return
+    click.echo(found.text(terminal_width()))
+    if advice is not None:
+        click.echo(wrapped(advice.text(), terminal_width()))
+
+
+def _write_pages(
+    timeline: Timeline,
+    title: str,
+    traced: str,
+    pipeline: PipelineFigures | None,
+    trace: Path | None,
+    html: Path | None,
+) -> None:
     # Only now, because these need torch.
     from hyper_parallel.report import page, perfetto
-    from hyper_parallel.report.table import terminal_width
 
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.text(terminal_width()))
     if trace is not None:
-        write("--trace", trace, perfetto(found.timeline), f" ({traced}open it at ui.perfetto.dev)")
+        write("--trace", trace, perfetto(timeline), f" ({traced}open it at ui.perfetto.dev)")
     if html is not None:
-        write("--html", html, page(found.timeline, title, pipeline))
+        write("--html", html, page(timeline, title, pipeline))
+
+
+def _advice(
+    found: Prediction,
+    run: RunConfig,
+    file: Path,
+    overrides: tuple[str, ...],
+    name: str,
+    progress: Callable[[str], None],
+) -> Advice:
+    """The change of a file that helps most, as overrides that follow those that are given."""
+    from hyper_parallel import config
+    from hyper_parallel.cli.hub_models import fetched
+    from hyper_parallel.estimate import cluster_of
+    from hyper_parallel.estimate.advice import advise
+    from hyper_parallel.hub.download import Wanted
+
+    run = fetched(run, Wanted.CONFIG)
+    return advise(
+        found,
+        run,
+        lambda change: fetched(config.load(file, (*overrides, *change)), Wanted.CONFIG),
+        cluster_of(name, run),
+        cache=trace_cache(run),
+        say=progress,
+    )
 
 
 def _generation(
@@ -183,8 +255,9 @@ def _training(
     if run.open:
         run = _planned(run, name, ranks, progress)
     machine = cluster_of(name, run, ranks)
-    cache = Path(run.data.cache).expanduser() / "traces" if run.train.graph_cache else None
-    return predict_run(run, machine, as_written=as_written, explain=explain, cache=cache, progress=progress)
+    return predict_run(
+        run, machine, as_written=as_written, explain=explain, cache=trace_cache(run), progress=progress
+    )
 
 
 def _planned(run: RunConfig, name: str, ranks: int | None, progress: Callable[[str], None]) -> RunConfig:

@@ -11,14 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
+from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import CaptureError, ConfigError
 from hyper_parallel.estimate.build_trace import captured_step
 from hyper_parallel.estimate.inspect_report import Inspection, collapsed, collective_rows, parameter_rows
+from hyper_parallel.estimate.predict import Progress, predict_run
 from hyper_parallel.estimate.prediction import count_micro_batches, micro_batch, model_of
 from hyper_parallel.estimate.stage_capture import capture_stages
 from hyper_parallel.estimate.stage_price import gathered_bytes
@@ -50,14 +53,38 @@ from hyper_parallel.units import format_bytes
 
 
 def inspect_run(
-    config: RunConfig, rank: int = 0, *, model: nn.Module | None = None, whole: bool = False
+    config: RunConfig,
+    rank: int = 0,
+    *,
+    model: nn.Module | None = None,
+    whole: bool = False,
+    cluster: Cluster | None = None,
+    cache: Path | None = None,
+    progress: Progress | None = None,
 ) -> Inspection:
     """What `rank` keeps and sends in one step of a run, without its workers, its data and its weights.
 
-    `model`: on the meta device, in place of the one that the file describes. `whole`: capture all layers.
+    `model`: on the meta device, in place of the one that the file describes. `whole`: capture all layers. `cluster`:
+    the peak is that of `predict_run` on it, in the order in which training runs the step; without one, that of the
+    order of the model's code. `cache` and `progress`: as of `predict_run`.
 
-    Raises ConfigError or StrategyError.
+    Raises ConfigError or StrategyError; with a cluster also as `predict_run`.
     """
+    found = _inspected(config, rank, model, whole)
+    if cluster is None:
+        return found
+    timeline = predict_run(config, cluster, model=model, cache=cache, progress=progress).timeline
+    peak = timeline.peak_of(timeline.trace.classes[rank])
+    return replace(
+        found,
+        peak=peak.bytes,
+        peak_by_kind={str(kind): size for kind, size in peak.by_kind.items()},
+        ordered_on=timeline.cluster,
+    )
+
+
+def _inspected(config: RunConfig, rank: int, model: nn.Module | None, whole: bool) -> Inspection:
+    """The inspection in the order of the model's code."""
     strategy = config.effective_strategy
     world = strategy.axes.world
     if not 0 <= rank < world:

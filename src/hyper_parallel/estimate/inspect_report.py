@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -64,7 +64,8 @@ class Inspection:
     transient: int
     """The most that is alive of activations and temporaries, above the saved activations."""
     peak: int | None
-    """The most that is alive at once, inputs and buffers included; None where the step cannot be captured."""
+    """The most that is alive at once, inputs and buffers included; None where the step cannot be captured, and in a
+    pipeline whose schedule is not simulated."""
     collectives: list[CollectiveRow]
     micro_batches: int
     micro_batch: int
@@ -76,6 +77,11 @@ class Inspection:
     balanced: bool
     """Tokens are taken to spread evenly over experts."""
     notes: list[str]
+    peak_by_kind: dict[str, int] = field(default_factory=dict)
+    """What the peak consists of, where the step is in the order of training."""
+    ordered_on: str | None = None
+    """The cluster for which collectives are ordered as training orders them; None: they are in the order of the model's
+    code, which the peak is of."""
 
     @property
     def totals(self) -> dict[str, int]:
@@ -108,18 +114,29 @@ class Inspection:
             else f"{LAYERS} and {LAYERS + 1} layers of each of {len(self.kinds)} kinds "
             f"({', '.join(map(str, self.kinds))} layers) captured, and the rest added: layers of one kind cost the same"
         )
+        peak = ", peak (the most at once)" if self.ordered_on is None and self.peak is not None else ""
+        ordered = []
+        if self.ordered_on is not None:
+            ordered = [
+                f"peak: of the order in which training runs the step on {self.ordered_on}, as simulate predicts it"
+            ]
+        elif self.peak is not None:
+            ordered = [
+                "training gathers weights early and begins reductions late, so that its peak differs: --cluster NAME "
+                "gives the peak that simulate predicts there"
+            ]
         lines = [
             "exact: parameters, gradients and optimizer state, which are inputs of the step's graph",
             "measured on that graph, as simulate captures it, in the order of the model's code: activations (what "
             "the backward pass uses of the forward pass), gathered (the most that is alive of gathered or cast "
-            "weights), transient (the most that is alive beyond the activations), peak (the most at once) and "
+            f"weights), transient (the most that is alive beyond the activations){peak} and "
             f"collectives (a call for each tensor; training joins those of a layer); {how}",
             "assumed: every sequence is one document; several in a sequence add a mask unless context splits them"
             + ("; tokens spread evenly over experts" if self.balanced else ""),
-            "the sum bounds the peak from above: not all of it is there at once; allocators, libraries and gathers "
-            "that training begins early add to both",
+            "the sum bounds the peak of the order of the model's code from above: not all of it is there at once; "
+            "allocators and libraries add to both",
         ]
-        return [*lines, *self.notes]
+        return [*lines, *ordered, *self.notes]
 
     def table(self, width: int = 150) -> str:
         """For people, at most `width` columns wide."""
@@ -169,7 +186,9 @@ class Inspection:
         rows = [(what, format_bytes(size)) for what, size in self.totals.items()]
         rows.append(("sum", format_bytes(self.total)))
         if self.peak is not None:
-            rows.append(("peak", format_bytes(self.peak)))
+            order = "as the code is written" if self.ordered_on is None else f"ordered for {self.ordered_on}"
+            rows.append((f"peak, {order}", format_bytes(self.peak)))
+        rows += [(f"  {kind}", format_bytes(size)) for kind, size in self.peak_by_kind.items() if size]
         return Sheet("", ("on this rank", "bytes"), tuple(rows))
 
     def _calls(self) -> Sheet:

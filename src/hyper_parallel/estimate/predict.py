@@ -20,7 +20,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import ConfigError
 from hyper_parallel.estimate.build_trace import StoredTrace, TraceStore, load_of, trace_of
 from hyper_parallel.estimate.predict_pipeline import predict_pipeline
-from hyper_parallel.estimate.prediction import Prediction, micro_batch, model_of
+from hyper_parallel.estimate.prediction import Prediction, has_experts, micro_batch, model_of
 from hyper_parallel.graph import Pass, StepGraph
 from hyper_parallel.graph.capture_overrides import uncollected
 from hyper_parallel.graph.dynamic_sizes import balanced_sizes
@@ -137,7 +137,8 @@ def _predicted(
     trace = replace(trace, model_flops=flops)
     say(f"simulating {len(trace.ops['all']):,} ops on {cluster.name or cluster.source}")
     timeline = simulate(trace, cluster, algorithm=dispatch or collective_algorithm(strategy))
-    if any(_has_experts(name) for name, _ in plain.named_modules()):
+    mixture = has_experts(plain)
+    if mixture:
         notes.append(_loads(load_of(strategy)))
     return Prediction(
         timeline,
@@ -148,6 +149,7 @@ def _predicted(
         micro_batch(config),
         head_of(plain),
         tuple(notes),
+        mixture=mixture,
     )
 
 
@@ -264,10 +266,6 @@ def _loads(load: float) -> str:
         f"the rank's experts are taken to get {load:g} times their even share of the rows, as many as memory is kept "
         "for (strategy.memory.expert_load)"
     )
-
-
-def _has_experts(name: str) -> bool:
-    return name.rpartition(".")[2] == "experts"
 
 
 class AboveLimit(Exception):

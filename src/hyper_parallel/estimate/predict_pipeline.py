@@ -12,7 +12,7 @@ from hyper_parallel.cluster import Cluster
 from hyper_parallel.cluster.cluster import Algorithm
 from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.pipeline_trace import pipeline_trace
-from hyper_parallel.estimate.prediction import Prediction, count_micro_batches, micro_batch
+from hyper_parallel.estimate.prediction import Prediction, count_micro_batches, has_experts, micro_batch
 from hyper_parallel.estimate.stage_capture import CapturedStages, capture_stages, refuse_unsupported
 from hyper_parallel.estimate.stage_price import StagePrice, hidden_seconds, price_stage
 from hyper_parallel.graph.stage_cut import flops_cost
@@ -93,6 +93,7 @@ def predict_pipeline(
         tuple(notes),
         pipeline=_figures(found, prices, schedule, timeline, groups),
         tasks=_sums(one.parts for one in prices),
+        mixture=has_experts(plain),
     )
 
 

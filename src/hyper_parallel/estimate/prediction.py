@@ -21,8 +21,14 @@ from hyper_parallel.step.multimodal import refuse_media_model
 from hyper_parallel.step.out_of_memory import remedies
 from hyper_parallel.strategy import Strategy
 from hyper_parallel.trace import Peak, Timeline
+from hyper_parallel.trace.simulated_error import simulated_between
 from hyper_parallel.trace.timeline import step_parts
-from hyper_parallel.units import format_bytes, format_count, format_duration
+from hyper_parallel.units import format_bytes, format_count, format_duration, format_interval
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model is a mixture of experts."""
+    return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
 
 
 def micro_batch(config: RunConfig) -> int:
@@ -75,11 +81,18 @@ class Prediction:
     """Of a run with `axes.pipeline`, whose Timeline is of its tasks."""
     tasks: Mapping[str, float] = field(default_factory=dict)
     """Of such a run, the seconds of its stages' passes by part."""
+    mixture: bool = False
+    """Whether the model is a mixture of experts."""
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of the step by class of operators, exposed collective and cause of waiting (`trace.timeline`)."""
         return step_parts(self.timeline, self.tasks)
+
+    @property
+    def between(self) -> tuple[float, float]:
+        """Seconds between which 90% of measured steps lie, by published runs that were simulated."""
+        return simulated_between(self.timeline.step, self.mixture)
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,7 +125,8 @@ class Prediction:
         lines.append(
             f"simulated: {format_count(self.parameters)} parameters, {format_count(self.tokens)} tokens a step in "
             f"{trace.micro_batches} micro-batch{'es' * (trace.micro_batches != 1)} of {self.micro_batch} × "
-            f"{self.sequence}; predicted {format_duration(timeline.step)} a step, "
+            f"{self.sequence}; predicted {format_duration(timeline.step)} a step "
+            f"(90%: {format_interval(timeline.step, self.between)}), "
             f"{self.tokens_per_second:,.0f} tokens/s on each device"
         )
         if self.pipeline:
@@ -144,6 +158,7 @@ class Prediction:
             "tokens": self.tokens,
             "micro_batches": timeline.trace.micro_batches,
             "step": timeline.step,
+            "interval": list(self.between),
             "tokens_per_second_per_device": self.tokens_per_second,
             "mfu": timeline.mfu,
             "computing": timeline.computing,

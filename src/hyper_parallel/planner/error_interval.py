@@ -20,7 +20,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,22 +41,6 @@ def quantiles() -> dict[str, float]:
     """q by kind."""
     found = json.loads(FITTED.read_text())["quantiles"]
     return {kind: float(found[kind]) for kind in KINDS}
-
-
-SIMULATED = Path(__file__).with_name("simulated_residuals.json")
-"""r₅ and r₉₅ of simulated steps of published runs, by kind: written by `benchmarks/simulate_published.py`."""
-
-
-@cache
-def _simulated() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(SIMULATED.read_text())
-    return found
-
-
-def simulated_between(seconds: float, mixture: bool) -> tuple[float, float]:
-    """Seconds between which nine of ten measured steps lie whose simulated step takes `seconds`."""
-    found = _simulated()[KINDS[mixture]]
-    return seconds * math.exp(-found["high"]), seconds * math.exp(-found["low"])
 
 
 def between(t: Table, estimates: Estimate) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hyper_parallel.planner.metrics import Figures
-from hyper_parallel.units import format_bytes, format_count, format_duration
+from hyper_parallel.units import format_bytes, format_count, format_duration, format_interval
 from hyper_parallel.workload.workload import Workload
 
 Strategy = Mapping[str, float | str]
@@ -99,11 +99,7 @@ def seconds(figures: Figures) -> str:
 
 def between(figures: Figures) -> str:
     """`10.9–14.1`: the interval in the unit of the seconds."""
-    unit = format_duration(figures.seconds).split()[1]
-    scale = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}[unit]
-    low, high = (value * scale for value in figures.between)
-    digits = 2 if high < 10 else 1 if high < 100 else 0
-    return f"{low:.{digits}f}–{high:.{digits}f}"
+    return format_interval(figures.seconds, figures.between)
 
 
 def memory(figures: Figures) -> str:

@@ -26,10 +26,11 @@ from hyper_parallel.planner.captured_costs import engine_profile
 from hyper_parallel.planner.constants import Constants, constants_for
 from hyper_parallel.planner.explain import explain
 from hyper_parallel.planner.format import ON_HOST
+from hyper_parallel.planner.host_memory import LEAST as PAYS
+from hyper_parallel.planner.host_memory import moved_kinds, paying
 from hyper_parallel.planner.metrics import DIFFER, Simulated
 from hyper_parallel.planner.query import Question
 from hyper_parallel.planner.run_file import PlannedRunFile
-from hyper_parallel.planner.search import search
 from hyper_parallel.planner.solve import NothingFitsError, Solved, solve
 from hyper_parallel.units import format_bytes, format_duration
 
@@ -42,8 +43,6 @@ ROUNDS = 3
 """Times that strategies are simulated, until one fits."""
 COUNT = 3
 """Strategies of a round that are simulated, at most."""
-PAYS = 0.98
-"""Of a step's time, what must be left at most where something lies on the host."""
 
 
 def solved(
@@ -60,8 +59,8 @@ def solved(
 
     Of what `train` runs, closed forms take their costs from a captured step of the model, and a strategy has to fit:
     where the simulated peak of none does, the estimate of memory is scaled by what it was too low by, and the question
-    is answered again. Something lies on the host only where nothing fits without; what it would gain is a note. Raises
-    as `solve`, and NothingFitsError where none fits after ROUNDS.
+    is answered again. Something lies on the host only where nothing fits without, and a note says why of each kind;
+    else a note says what the host would gain. Raises as `solve`, and NothingFitsError where none fits after ROUNDS.
     """
     solve_once = partial(solve, compare=compare, tokens=tokens, model=model)
     question, notes = with_captured_costs(question, model, progress)
@@ -72,9 +71,15 @@ def solved(
             found = _solved(stays, count, progress, solve_once)
         except NothingFitsError:
             progress("nothing fits on the devices alone; planning with the host's memory")
+            narrowed, _, moved = paying(question, constants_for(question.profile, question.cluster))
+            question = narrowed if moved else question
         else:
             return replace(found, notes=[*found.notes, *notes, *_on_host(question, found)])
     found = _solved(question, count, progress, solve_once)
+    if question.runnable:
+        known = constants_for(question.profile, question.cluster)
+        moved = moved_kinds(question, found.best[found.chosen], known)
+        notes += [one.sentence for one in moved]
     return replace(found, notes=[*found.notes, *notes])
 
 
@@ -96,15 +101,16 @@ def with_captured_costs(
 
 def _on_host(question: Question, found: Solved) -> list[str]:
     """A note of what something on the host is estimated to gain, where that is enough."""
-    known = constants_for(question.profile, question.cluster)
-    moved = search(replace(question, top=1), known).best
-    if not moved or not moved[0].on_host or moved[0].seconds > PAYS * found.best[0].seconds:
+    _, best, moved = paying(question, constants_for(question.profile, question.cluster))
+    less = 0.0 if best is None else 1 - best.seconds / found.best[0].seconds
+    if best is None or not moved or less < PAYS:
         return []
-    less = 1 - moved[0].seconds / found.best[0].seconds
-    kinds = " ".join(f"--fix {name}={moved[0].strategy[name]}" for name in ON_HOST if moved[0].strategy[name])
+    kinds = " ".join(f"--fix {one.column}={best.strategy[one.column]}" for one in moved)
+    gains = format.joined(f"{one.name} {one.gain:.0%}" for one in moved if one.gain is not None)
     return [
-        f"with {format.axes(moved[0].strategy)} ({format.settings(moved[0].strategy)}) a step is estimated to take "
-        f"{less:.0%} less; {kinds} plans that, and simulates it within a budget, which takes minutes"
+        f"with {format.axes(best.strategy)} ({format.settings(best.strategy)}) a step is estimated to take {less:.0%} "
+        f"less (beside the best without: {gains}); {kinds} plans that, and simulates it within a budget, which takes "
+        "minutes"
     ]
 
 

@@ -17,7 +17,6 @@ from hyper_parallel.planner.columns import RECOMPUTE, SCHEDULES
 from hyper_parallel.planner.constants import Constants, constants_for, fitted
 from hyper_parallel.planner.cost_model.memory import HOST_PART
 from hyper_parallel.planner.cost_model.step import estimate
-from hyper_parallel.planner.error_interval import simulated_between
 from hyper_parallel.planner.explain import Explanation, explain
 from hyper_parallel.planner.metrics import Figures, Simulated, figures
 from hyper_parallel.planner.query import LARGEST_CLUSTER, Question
@@ -25,6 +24,7 @@ from hyper_parallel.planner.run_file import PlannedRunFile, memory_budget, plann
 from hyper_parallel.planner.search import SearchResult, search, within
 from hyper_parallel.planner.space import left_out
 from hyper_parallel.planner.table import SPREAD, Table
+from hyper_parallel.trace.simulated_error import simulated_between
 from hyper_parallel.units import format_bytes
 
 # The simplest of the strategies that tie: of estimates that the cost model cannot tell apart, which to show first.

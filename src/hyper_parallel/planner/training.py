@@ -77,7 +77,7 @@ def answer_of(
                 + (f", host {format_bytes(best.on_host)}" if best.on_host else ""),
             ),
             *run,
-            ("ties", tied),
+            ("beside", _beside(solved)) if found is not None else ("ties", tied),
             ("limit", solved.why.limit),
             *_compared(solved),
             *_simulated(solved),
@@ -255,11 +255,36 @@ def _ties(solved: Solved) -> tuple[str, list[str]]:
     if less > 0:
         axes, settings = format.axes(quickest.strategy), format.settings(quickest.strategy)
         first = f"the quickest by estimate, {axes} ({settings}), takes {less:.1%} less"
-    what = f"{sets} sets of axes tie" if sets > 1 else "one set of axes is the best"
+    what = f"{sets} sets of axes tie by estimate" if sets > 1 else "one set of axes is the best by estimate"
     return line, [
         f"{what}: steps within {tie} of each other count as equal, and the simplest strategy comes first; {first} "
         "(--quickest puts it first)"
     ]
+
+
+def _beside(solved: Solved) -> str:
+    """The other strategies that were simulated, beside the one that is chosen."""
+    chosen = solved.simulated[solved.chosen].seconds
+    assert chosen is not None, "what is chosen was simulated"
+    others = []
+    for place, (found, best) in enumerate(zip(solved.simulated, solved.best, strict=False)):
+        if place == solved.chosen:
+            continue
+        told = "cannot be simulated"
+        if found.fits is False:
+            told = "does not fit"
+        elif found.seconds is not None:
+            told = f"{format_duration(found.seconds)} ({format.signed(found.seconds / chosen - 1)})"
+        others.append(f"{format.axes(best.strategy)} {told}")
+    if others:
+        return f"simulated too: {'; '.join(others)}"
+    if len(solved.best) == 1:
+        return "no other strategy was simulated"
+    nearest = solved.best[1]
+    return (
+        f"no other strategy was simulated; the next, {format.axes(nearest.strategy)}, is estimated at "
+        f"{format_duration(nearest.seconds)}"
+    )
 
 
 def _compared(solved: Solved) -> list[tuple[str, str]]:

@@ -86,6 +86,13 @@ def bubble(t: Table, stage: Array, weights: Array) -> Array:
 #     ZB-V          min(m, p)                                     2405.15362, section 3
 #     DualPipe      min(m, p + 1) of one of the two stages that each rank holds        2412.19437, table 2
 #
+# **Put off** (`put_off`, `_drained`; of what `train` runs). Zero-bubble schedules compute gradients of weights later
+# than those of inputs; until then a micro-batch holds what that needs (`memory._put_off`). Stage i holds, as
+# `hyper_parallel.schedule` orders them, in micro-batches that wait for their backward pass and for their weights,
+#
+#     ZB-H1   (p - i, i) in a forward pass, (p - i - 1, i + 1) behind a backward pass
+#     ZB-V    (p, 0), and in the drain ((p - i - 1) / 2, (2 i + 1) / 2), where all that is left is put off
+#
 # **Cut.** Stages have ⌈L / p⌉ layers. Cut by cost (`balanced`) they have a share of (L + head) / p, the head being
 # worth as many layers as it has times a layer's parameters, and at most ⌈share⌉ layers. Cut greedily (`greedy`,
 # nanotron's `build_model`) a stage takes blocks until they cost more than its share, so that the first has ⌊share⌋ + 1
@@ -95,7 +102,7 @@ def bubble(t: Table, stage: Array, weights: Array) -> Array:
 # there are enough layers: each block moves on by one stage at most, and after the layers only the head and the cast of
 # its logits do. Such a run fails, and so does one of fewer micro-batches than p - 1 (nanotron's 1F1B engine).
 
-_ZB_V, _DUALPIPE, _GPIPE = (SCHEDULES.index(name) for name in ("zb-v", "dualpipe", "gpipe"))
+_ZB_H1, _ZB_V, _DUALPIPE, _GPIPE = (SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe", "gpipe"))
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ class Stage:
     """Layers with experts."""
     waiting: Array
     """Micro-batches whose activations it holds, at most."""
+    put_off: Array
+    """Micro-batches whose gradients of weights are put off meanwhile."""
     embedding: Array
     """1: it has the embedding."""
     head: Array
@@ -115,7 +124,8 @@ class Stage:
 
 
 def stages(t: Table) -> list[Stage]:
-    """The first, the second and the last stage: embedding, most layers and head are on one of them."""
+    """The first, the second and the last stage: embedding, most layers and head are on one of them. Where gradients of
+    weights are put off, the last two also when they put off most."""
     one = t.pipeline == 1
     zero, ones = np.zeros(1), np.ones(1)
     plain = np.where(t.experts > 0, t.dense_layers, t.layers)
@@ -125,13 +135,19 @@ def stages(t: Table) -> list[Stage]:
     even = np.ceil(t.layers / ranks)
     fair = np.where(t.greedy > 0, np.floor(share) + 1, np.ceil(share))
     first = np.where(by_cost, np.minimum(fair, t.layers), even)
+    waits = waiting(t, zero)
     if np.any((t.ordered > 0) & ~one):
-        first = np.where(t.ordered > 0, _first_by_cost(t, share), first)
+        head_of_v, tail_of_v = _first_by_cost(t, share)
+        first = np.where(t.ordered > 0, head_of_v + tail_of_v, first)
+        # Of what waits on the first rank of a V all but one micro-batch are in the first part.
+        uneven = ((2 * waits - 1) * head_of_v + tail_of_v) / first
+        waits = np.where((t.ordered > 0) & (t.schedule == _ZB_V) & ~one, uneven, waits)
     first = np.where(one, t.layers, first)
     beginning = Stage(
         np.minimum(first, plain),
         np.maximum(first - plain, 0.0),
-        waiting(t, zero),
+        waits,
+        put_off(t, zero),
         ones,
         np.where(one | meet, 1.0, 0.0),
     )
@@ -139,25 +155,60 @@ def stages(t: Table) -> list[Stage]:
         return [beginning]
     # Dense layers come first in models that have both kinds.
     before = np.maximum(plain - first, 0.0)
-    middle = np.where(t.pipeline > 2, np.where(by_cost, np.ceil(share), even), 0.0)
-    second = Stage(np.minimum(middle, before), np.maximum(middle - before, 0.0), waiting(t, ones), zero, zero)
+    others = np.where(by_cost, np.ceil(share), even)
+    # Parts of a V with a layer more are those that come late, which the last rank has not.
+    turn = (t.ordered > 0) & (t.schedule == _ZB_V)
+    rest = (t.layers - first) / np.maximum(t.pipeline - 1, 1.0)
+    middle = np.where(t.pipeline > 2, np.where(turn, np.ceil(rest), others), 0.0)
+    plain_middle, routed_middle = np.minimum(middle, before), np.maximum(middle - before, 0.0)
+    second = Stage(plain_middle, routed_middle, waiting(t, ones), put_off(t, ones), zero, zero)
     # Modules that predict one token more stand in the place of as many layers.
     at_end = _head_in_layers(t)
     left = np.maximum(even - t.prediction_modules, 0.0)
     at_end = at_end + t.prediction_modules * (1 + at_end)
     end = np.where(by_cost, np.maximum(np.floor(share - at_end), 0.0), left)
+    end = np.where(turn, np.floor(rest), end)
     end = np.where(one, 0.0, end)
     routed = np.minimum(end, np.maximum(t.layers - plain, 0.0))
-    last = Stage(end - routed, routed, waiting(t, t.pipeline - 1), zero, np.where(one | meet, 0.0, 1.0))
-    return [beginning, second, last]
+    at = t.pipeline - 1
+    head = np.where(one | meet, 0.0, 1.0)
+    found = [
+        beginning,
+        second,
+        Stage(end - routed, routed, waiting(t, at), put_off(t, at), zero, head),
+    ]
+    late = (t.ordered > 0) & ~one & ((t.schedule == _ZB_H1) | (t.schedule == _ZB_V))
+    if np.any(late):
+        found.append(Stage(end - routed, routed, *_drained(t, at, late), zero, head))
+        routed = np.minimum(middle, np.maximum(t.layers - plain, 0.0))
+        before_last = np.maximum(at - 1, 0.0)
+        found.append(Stage(middle - routed, routed, *_drained(t, before_last, late), zero, zero))
+    return found
 
 
-def _first_by_cost(t: Table, share: Array) -> Array:
+def _first_by_cost(t: Table, share: Array) -> tuple[Array, Array]:
     """Layers of the first stage where all others have as many as the slowest (`graph.stage_cut`): of cuts that are
-    equally fast it has the fewest bytes, and the first stage holds most micro-batches."""
-    most = np.maximum(np.ceil(share - 0.25), 1.0)
+    equally fast it has the fewest bytes, and the first stage holds most micro-batches. In ZB-V the model is cut into
+    twice as many parts, and the rank of the first has the last, too: its layers come second."""
+    parts = np.where(t.schedule == _ZB_V, 2.0, 1.0)
+    most = np.maximum(np.ceil(share / parts - 0.25), 1.0)
     last = np.maximum(np.floor(most - _head_in_layers(t)), 0.0)
-    return np.clip(t.layers - most * (t.pipeline - 2) - last, 1.0, most)
+    first = np.clip(t.layers - most * (t.pipeline * parts - 2) - last, 1.0, most)
+    return first, np.where(parts > 1, last, 0.0)
+
+
+def put_off(t: Table, stage: Array) -> Array:
+    """Micro-batches of a stage whose gradients of weights are put off while most wait for their backward pass."""
+    behind = (t.ordered > 0) & (t.pipeline > 1) & (t.schedule == _ZB_H1)
+    return np.where(behind, np.minimum(stage, micro_batches(t)), 0.0)
+
+
+def _drained(t: Table, stage: Array, late: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Micro-batches of a stage that wait, and those that are put off, when most are put off."""
+    parts = np.where(t.schedule == _ZB_V, 2.0, 1.0)
+    count = np.minimum(np.where(t.schedule == _ZB_V, stage + 0.5, stage + 1), micro_batches(t))
+    left = np.minimum((t.pipeline - stage - 1) / parts, micro_batches(t))
+    return np.where(late, left, waiting(t, stage)), np.where(late, count, 0.0)
 
 
 def waiting(t: Table, stage: Array) -> Array:
