@@ -1,27 +1,31 @@
-"""The planner's first answer beside the strategy that a published recipe or guide gives, both estimated by one model.
+"""The planner's answer beside the strategy that a published recipe or guide gives, both simulated with our kernels.
 
     python benchmarks/plan_practice.py     # writes benchmarks/results/plan_practice.json and docs/plan-practice.md
 
-The degrees and the micro-batch of practice are those of its source; what the source leaves open is filled in by a rule
-(`FILLED`), with the settings that the planner estimates as the quickest. Nothing is measured.
+Both are answers of `planner.refine.solved` to one question of what `train` runs; that of practice has the degrees and
+the micro-batch of its source fixed, and what the source leaves open is the planner's choice there too. The figures are
+those of `hyper-parallel simulate`; nothing is measured. A case takes minutes; those that are there are not asked again
+(`--again`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from commandline import run
+from campaigns import Rows, limited
+from commandline import Again, run
 from pages import Benchmark, spaced, table
 
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.planner import format
-from hyper_parallel.planner.constants import constants_for
-from hyper_parallel.planner.metrics import Figures
+from hyper_parallel.planner.framework_profiles import HYPER_PARALLEL
+from hyper_parallel.planner.metrics import simulated_classes
 from hyper_parallel.planner.query import Question
-from hyper_parallel.planner.search import search
-from hyper_parallel.planner.solve import TIE, simplest
+from hyper_parallel.planner.refine import solved
+from hyper_parallel.planner.solve import TIE, Solved
 from hyper_parallel.workload.published import shape
 from hyper_parallel.workload.workload import Workload
 
@@ -87,104 +91,140 @@ PRACTICE = (
     Practice("qwen3-30b-a3b", 512, BRIDGE_QWEN, "16 H100: expert 16; 64: a larger batch", _degrees(expert=16)),
 )  # fmt: skip
 
-FILLED = ("state_on_host", "activations_on_host", "weights_on_host")
-"""Practice has nothing on the host where it fits without."""
+LIMIT = 900
+"""Seconds of an answer."""
+Row = Mapping[str, Any]
 
 
-def told(own: Figures) -> dict[str, Any]:
-    """A strategy with its estimate, as plain data."""
+def figures_of(found: Solved) -> Row:
+    """A strategy with its figures, as plain data."""
+    shown, prediction = found.shown, found.prediction
     return {
-        "axes": format.axes(own.strategy),
-        "settings": format.settings(own.strategy),
-        "seconds": own.seconds,
-        "between": list(own.between),
-        "peak": own.peak,
-        "on_host": own.on_host,
+        "axes": format.axes(shown.strategy),
+        "settings": format.settings(shown.strategy),
+        "seconds": shown.seconds,
+        "peak": shown.peak,
+        "on_host": shown.on_host,
+        "parts": dict(simulated_classes(prediction.parts)) if prediction else {},
+        "reason": "" if prediction else found.simulated[0].reason if found.simulated else "not simulated",
     }
 
 
-def one(practice: Practice) -> dict[str, Any]:
-    """Both strategies of a case."""
-    asked = Question(
+def answered(question: Question) -> Row:
+    """The answer to a question, or why there is none."""
+    try:
+        with limited(LIMIT):
+            return figures_of(solved(question))
+    except (HyperParallelError, TimeoutError) as error:
+        return {"error": str(error).splitlines()[0]}
+
+
+def question_of(practice: Practice) -> Question:
+    """What the planner is asked; practice fixes more of it."""
+    return Question(
         workload=Workload(shape(practice.model), BATCH[practice.devices], LENGTH),
         cluster=Cluster.named(f"h100x{practice.devices}"),
+        profile=HYPER_PARALLEL,
+        runnable=True,
         tie=TIE,
     )
-    constants = constants_for(asked.profile, asked.cluster)
-    fixed = replace(asked, tie=0.0, top=1, fix=practice.fix)
-    stays = replace(fixed, fix={**practice.fix, **dict.fromkeys(FILLED, 0.0)})
-    theirs = search(stays, constants).best or search(fixed, constants).best
-    return {
-        "model": practice.model,
-        "devices": practice.devices,
-        "batch": BATCH[practice.devices],
-        "source": practice.source,
-        "stated": practice.stated,
-        "planner": told(simplest(asked, constants).best[0]),
-        "practice": told(theirs[0]) if theirs else None,
-    }
 
 
-def lines(result: Mapping[str, Any]) -> Iterator[str]:
+def name_of(practice: Practice) -> str:
+    """A case by its name."""
+    return f"{practice.model}, {practice.devices}: {practice.stated}"
+
+
+def lines(result: Row) -> Iterator[str]:
     """The tables of docs/plan-practice.md."""
-    rows, differences = result["rows"], [_differences(row) for row in result["rows"]]
-    ratios = [of_row[0] for of_row in differences if of_row]
-    apart = [ratio for ratio in ratios if abs(ratio) > result["tie"]]
-    shorter = sum(ratio <= 0 for ratio in apart)
+    cases = result["cases"]
+    rows = [cases[name] for name in map(name_of, PRACTICE) if name in cases]
+    ratios = [ratio for row in rows if (ratio := _ratio(row)) is not None]
+    shorter = sum(ratio > TIE for ratio in ratios)
+    ties = sum(abs(ratio) <= TIE for ratio in ratios)
+    at_most = sum(ratio >= 0 for ratio in ratios)
     return spaced(
         table(
-            "Model, devices | Planner's first answer | Practice | Planner's step | Practice's step | Difference | Its "
-            "interval",
-            map(_line, rows, differences),
-            "lllrrrr",
+            "Model, devices | Planner's answer | Practice | Planner's step | Practice's step | Difference | Mostly of",
+            map(_line, rows),
+            "lllrrrl",
         ),
-        f"Of {len(rows)} choices of practice {len(ratios) - len(apart)} tie with the planner's first answer "
-        f"(within {result['tie']:.0%}), {shorter} are estimated shorter, {len(apart) - shorter} longer, and "
-        f"{len(rows) - len(ratios)} fit no device; {sum(abs(ratio) <= 0.15 for ratio in ratios)} are within 15%, which "
-        "the cost model does not order reliably. All figures are estimated.",
+        f"Of {len(rows)} choices of practice, {len(PRACTICE) - len(rows)} more being left, the planner's answer is at "
+        f"most as long as {at_most}. Within {TIE:.0%} of it are {ties}, longer by more {shorter}, shorter by more "
+        f"{len(ratios) - shorter - ties}; {len(rows) - len(ratios)} have no simulated step. All figures are simulated.",
         (f"{_number(name)}. [{name}]({address})" for name, address in SOURCES.items()),
     )
 
 
-def _differences(row: Mapping[str, Any]) -> tuple[float, ...]:
-    """Practice's step over the planner's, less 1, and between what; nothing where it does not fit."""
+def _ratio(row: Row) -> float | None:
+    """Practice's step over the planner's, less 1; None where one of them was not simulated."""
     ours, theirs = row["planner"], row["practice"]
-    if theirs is None:
-        return ()
-    (low, high), (least, most) = theirs["between"], ours["between"]
-    return theirs["seconds"] / ours["seconds"] - 1, low / most - 1, high / least - 1
+    if not ours.get("parts") or not theirs.get("parts"):
+        return None
+    return float(theirs["seconds"] / ours["seconds"] - 1)
 
 
-def _line(row: Mapping[str, Any], differences: tuple[float, ...]) -> str:
-    ours, theirs = row["planner"], row["practice"]
+def _why(row: Row, ratio: float) -> str:
+    """The class of a step's seconds that most of a difference comes from, in the direction of the difference."""
+    ours, theirs = row["planner"]["parts"], row["practice"]["parts"]
+    if row["planner"]["axes"] == row["practice"]["axes"] and ratio == 0:
+        return "the same strategy"
+    sign = 1.0 if ratio >= 0 else -1.0
+    names = sorted({*ours, *theirs})
+    most = max(names, key=lambda name: sign * (theirs.get(name, 0.0) - ours.get(name, 0.0)))
+    return f"{most}: {theirs.get(most, 0.0):.3g} s in place of {ours.get(most, 0.0):.3g} s"
+
+
+def _line(row: Row) -> str:
+    ours, theirs, ratio = row["planner"], row["practice"], _ratio(row)
     stated = f"{row['stated']} [{_number(row['source'])}]"
-    begun = f"| {row['model']}, {row['devices']} | {_strategy(ours)} | {stated}"
-    if not differences:
-        return f"{begun} | {ours['seconds']:.3g} s | does not fit | | |"
-    ratio, low, high = (f"{share:+.1%}".replace("-", "−") for share in differences)
-    times = f"{ours['seconds']:.3g} s | {theirs['seconds']:.3g} s"
-    return f"{begun}: {_strategy(theirs)} | {times} | {ratio} | {low} to {high} |"
+    begun = f"| {row['model']}, {row['devices']} | {_strategy(ours)} | {stated}: {_strategy(theirs)}"
+    if ratio is None:
+        reason = ours.get("error") or theirs.get("error") or ours.get("reason") or theirs.get("reason")
+        return f"{begun} | {_seconds(ours)} | {_seconds(theirs)} | | {reason} |"
+    share = f"{ratio:+.1%}".replace("-", "−")
+    return f"{begun} | {_seconds(ours)} | {_seconds(theirs)} | {share} | {_why(row, ratio)} |"
+
+
+def _seconds(one: Row) -> str:
+    return f"{one['seconds']:.3g} s" if one.get("parts") else ""
 
 
 def _number(source: str) -> int:
     return list(SOURCES).index(source) + 1
 
 
-def _strategy(told: Mapping[str, Any]) -> str:
-    return f"`{told['axes']}` ({told['settings']})"
+def _strategy(one: Row) -> str:
+    return f"`{one['axes']}` ({one['settings']})" if "axes" in one else "no answer"
 
 
 BENCHMARK = Benchmark("plan_practice", {"plan-practice.md": lines})
 
 
-def main() -> None:
-    """Every case."""
-    rows = []
-    for practice in PRACTICE:
-        row = one(practice)
-        print(practice.model, practice.devices, row["planner"]["axes"], "|", row["practice"], flush=True)
-        rows.append(row)
-    BENCHMARK.keep({"tie": TIE, "rows": rows})
+def main(only: Annotated[str, "cases whose name contains this"] = "", again: Again = False) -> None:
+    """Ask what has not been asked yet."""
+    result = Rows(BENCHMARK, again and not only)
+    cases = {name_of(practice): practice for practice in PRACTICE}
+    ours: dict[tuple[str, int], Row] = {
+        (row["model"], row["devices"]): row["planner"] for row in result.rows.values() if not again
+    }
+    for name in result.missing(cases, only, again):
+        practice = cases[name]
+        question, key = question_of(practice), (practice.model, practice.devices)
+        if key not in ours:
+            ours[key] = answered(question)
+        theirs = answered(replace(question, tie=0.0, fix=practice.fix))
+        row = {
+            "model": practice.model,
+            "devices": practice.devices,
+            "batch": BATCH[practice.devices],
+            "source": practice.source,
+            "stated": practice.stated,
+            "planner": ours[key],
+            "practice": theirs,
+        }
+        print(_line(row), flush=True)
+        result.add(name, row)
 
 
 if __name__ == "__main__":

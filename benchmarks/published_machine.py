@@ -4,7 +4,7 @@ The constants are the planner's, and those that the row's source was held out of
 
 | | constant |
 |---|---|
-| a launch of the host | `launch`, less what recorded graphs take the place of |
+| a launch of the host | `launch`, less what recorded graphs take the place of, `grace` times as long on a Grace |
 | launches of a product of experts | `routing`, less what is captured |
 | collectives of tensor parallelism in parts beside products | `hidden_tensor`, where the framework does so |
 | products on Hopper by kernels that the library chooses unasked | `first` |
@@ -27,6 +27,7 @@ from hyper_parallel.planner.cost_model.layer import (
     RECORDED,
     attention_quality,
     best_attention_share,
+    on_grace,
 )
 from hyper_parallel.planner.table import Table
 
@@ -45,6 +46,7 @@ def machine(table: Table, known: Constants, preset: Cluster, devices: int) -> Cl
         level: replace(link, bandwidth=float(rates[level][0])) if level in rates else link
         for level, link in preset.links.items()
     }
+    launch = known.launch * (known.grace if on_grace(table)[0] else 1.0)
     # The kernel is the framework's and not the one that the preset was measured with.
     attention = (ShapeTable(best=float((best_attention_share(table) * attention_quality(table))[0])),)
     return replace(
@@ -57,7 +59,7 @@ def machine(table: Table, known: Constants, preset: Cluster, devices: int) -> Cl
             memory=memory,
             matrix={name: rate * clock for name, rate in device.matrix.items()},
             efficiency=replace(device.efficiency, attention=attention, matmul=products(table, known, device)),
-            host_launch=known.launch * (1 - RECORDED * float(table.graphs[0])),
+            host_launch=launch * (1 - RECORDED * float(table.graphs[0])),
             host_kernels={GROUPED: grouped_launches(table, known)},
             comm_hidden={"tensor_x": known.hidden_tensor * min(1.0, float(table.overlap_tensor[0]))},
         ),

@@ -17,7 +17,8 @@ with l layers, of which r are computed again, p layers in a period, and b = p, a
 
 The rows were chosen by this rule before any was simulated, and by nothing else:
 
-1. Candidates are rows with a measured step in bfloat16 or float16, without offload, whose strategy a run file can say.
+1. Candidates are rows with a measured step in bfloat16 or float16, without offload, whose strategy a run file can say,
+   of models without other mixers of tokens than attention: a capture has those as the reference code writes them.
 2. Of each (source, hardware, model, framework's profile) the candidate whose id has the lowest SHA-256.
 3. Of each (source, hardware) at most `MOST` of these, those with the lowest SHA-256.
 
@@ -151,6 +152,7 @@ def _candidates(
             PRECISIONS[int(own.precision[0])] not in SIXTEEN
             or own.state_on_host[0]
             or own.activations_on_host[0]
+            or own.mixer_layers[0]
             or (own.pipeline[0] > 1 and schedule not in PIPELINES)
         ):
             continue

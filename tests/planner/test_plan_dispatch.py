@@ -64,6 +64,15 @@ def test_experts_of_one_node_send_nothing_over_the_network() -> None:
     assert seconds(table(expert=1.0)) == 0.0
 
 
+def test_all_to_alls_and_dispatch_reach_shares_of_their_own() -> None:
+    """The network decides here; rings' share has no part in either."""
+    plain, once = table(), table().replaced(dedup=1.0)
+    slow, ring = replace(NO_WAIT, scattered=NO_WAIT.scattered / 2), replace(NO_WAIT, across=0.1)
+    assert seconds(plain, slow) == pytest.approx(2 * seconds(plain))
+    assert seconds(once, slow) == seconds(once)
+    assert seconds(plain, ring) == seconds(plain)
+
+
 def test_a_rack_of_72_is_one_domain() -> None:
     rack = table(cluster="gb200-nvl72", shard=64.0, expert=64.0)
     assert over_network(rack) == (0.0, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_the_unit_of_a_peak(framework: str, unit: int, tmp_path: Any) -> None:
 
 def test_biases_of_experts_by_hand() -> None:
     """Of GPT-OSS: 4 of 128 experts of 2,880 features; 64 bytes an element where each expert's is added apart."""
-    model, k = shape("gpt-oss-120b"), Constants(elementwise=1.0, memory=1.0)
+    model, k = shape("gpt-oss-120b"), Constants(elementwise=1.0, memory=1.0, issue=0.0)
     t = Table.of(Workload(model, 64, 4096), CLUSTER, profile("megatron-lm"), shard=32.0, expert=32.0)
     t = t.replaced(even=1.0, graphs=1.0)
 
@@ -120,3 +121,41 @@ def test_biases_of_experts_by_hand() -> None:
     assert joined[1] - none[1] == pytest.approx(k.launch)
     assert t.expert_bias[0] == t.bias_by_expert[0] == 1
     assert table().expert_bias[0] == 0
+
+
+def test_an_activation_reads_a_gate_where_there_is_one() -> None:
+    """Of the bytes of an MLP: its activation reads two columns of products and not one."""
+    k = Constants(elementwise=1.0, memory=1.0, issue=0.0)
+    gated = Table.of(Workload(SHAPE, 64, 4096), CLUSTER, profile("megatron-lm"), shard=32.0)
+
+    def elementwise(t: Table) -> float:
+        return float(layer(t, k, Ranks(t, k)).elementwise[0])
+
+    more = elementwise(gated) - elementwise(gated.replaced(gated=0.0))
+    assert more == pytest.approx(2 * 4096 * SHAPE.ffn / CLUSTER_HBM)
+
+
+def test_shared_experts_hide_exchanges_that_run_beside_them() -> None:
+    k = fitted()
+    t = Table.of(
+        Workload(shape("deepseek-v3"), 64, 4096), CLUSTER, profile("megatron-lm"), shard=32.0, expert=32.0
+    )
+    t = t.replaced(overlap_expert=0.0, graphs=1.0)
+
+    def exposed(t: Table) -> float:
+        return float(layer(t, k, Ranks(t, k)).apart.expert[0])
+
+    beside = exposed(t.replaced(shared_beside=1.0))
+    assert 0 < beside < exposed(t)
+    without = t.replaced(shared_ffn=0.0)
+    assert exposed(without.replaced(shared_beside=1.0)) == exposed(without)
+    assert profile("nemo-automodel").shared_beside == 1 and profile("megatron-lm").shared_beside == 0
+
+
+def test_a_grace_launches_more_slowly() -> None:
+    """The host of a rack that is one supernode; recorded graphs leave as large a share to it."""
+    k = Constants(grace=1.5)
+    for cluster, times in (("b200", 1.0), ("gb200-nvl72", 1.5), ("cloudmatrix384", 1.0)):
+        t = Table.of(Workload(SHAPE, 64, 4096), Cluster.preset(cluster), profile("megatron-lm"), shard=8.0)
+        plain = layer(t, replace(k, grace=1.0), Ranks(t, k)).launches[0]
+        assert layer(t, k, Ranks(t, k)).launches[0] == pytest.approx(times * plain)

@@ -61,6 +61,37 @@ def test_what_never_fits_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     assert "what would make it fit" in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_one_like_a_quicker_one_that_does_not_fit_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second best fits and takes 100 s; planned again with what the best was over, one takes its estimate."""
+    asked: list[PlannedRunFile] = []
+
+    def refined(files: Sequence[PlannedRunFile], *_: object) -> list[Simulated]:
+        asked.extend(files)
+        seconds, fine = ((1.0, False), (100.0, True), (0.5, True))[len(asked) - 1]
+        return [Simulated(seconds, fine, (50.0 if fine else 100.0) * 2**30)]
+
+    monkeypatch.setattr(refine, "refine", refined)
+    found = refine.solved(_question(runnable=True), 2, lambda _: None)
+    assert len(asked) == 3 and found.shown.seconds == 0.5
+    assert found.files[found.chosen].data == asked[2].data != asked[0].data
+
+
+def test_a_first_answer_stays_where_planning_again_finds_none_that_is_quicker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[PlannedRunFile] = []
+
+    def refined(files: Sequence[PlannedRunFile], *_: object) -> list[Simulated]:
+        asked.extend(files)
+        fine = len(asked) != 1
+        return [Simulated(100.0 + len(asked), fine, (50.0 if fine else 100.0) * 2**30)]
+
+    monkeypatch.setattr(refine, "refine", refined)
+    found = refine.solved(_question(runnable=True), 2, lambda _: None)
+    assert len(asked) == 4 and found.shown.seconds == 102.0
+    assert found.files[found.chosen].data == asked[1].data
+
+
 def test_other_questions_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _simulated(monkeypatch, False)
     assert refine.solved(_question(), 1, lambda _: None).simulated[0].fits is False and len(asked) == 1

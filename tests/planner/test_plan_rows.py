@@ -295,7 +295,7 @@ def test_what_torchtitan_means_by_its_words() -> None:
     selective = taken(**titan)
     assert code_names(selective, "recompute") == ["full"] and selective.recomputed == 0.5
     compiled = taken(**titan | {"framework": "torchtitan, torch.compile"})
-    assert (selective.fused, compiled.fused) == (0, 1) and selective.logit_bytes > compiled.logit_bytes
+    assert (selective.fused, compiled.fused) == (-0.6, 1) and selective.logit_bytes > compiled.logit_bytes
     assert one(**titan, precision="FP8")[1].profile == "torchtitan-compiled"
     assert selective.zero == 3
     piped = taken(**titan | {"pp": "2"})
@@ -308,6 +308,11 @@ def test_networks_as_published_runs_write_them() -> None:
     assert network_rate("400 Gb/s per GPU", 8) == 50e9
     assert network_rate("NVLink intra; inter-node fabric not stated", 8) is None
     assert taken(interconnect="NVLink; inter-node 800 Gb/s per node").network_rate == 12.5e9
+    # An H100's preset has InfiniBand, an Ascend's RoCE.
+    assert [taken(interconnect=words).shared_paths[0] for words in ("", "8x400G NIC per node")] == [0, 0]
+    assert [taken(interconnect=words).shared_paths[0] for words in ("4x100G RoCE per node", "EFA")] == [1, 1]
+    assert taken(hardware="Ascend 910B").shared_paths[0] == 1
+    assert taken(hardware="Ascend 910B", interconnect="InfiniBand 8x50 GB/s").shared_paths[0] == 0
 
 
 @pytest.mark.parametrize(

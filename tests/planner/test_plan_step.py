@@ -11,7 +11,7 @@ import pytest
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.planner.columns import SCHEDULES
 from hyper_parallel.planner.constants import Constants, fitted
-from hyper_parallel.planner.cost_model.operators import Products, RankGroup, Ranks
+from hyper_parallel.planner.cost_model.operators import Products, RankGroup, Ranks, moved
 from hyper_parallel.planner.cost_model.pipeline import bubble, micro_batches, pace
 from hyper_parallel.planner.cost_model.step import estimate, seconds_by_kind
 from hyper_parallel.planner.error_interval import between
@@ -247,3 +247,30 @@ def test_published_runs_of_2022(run: tuple[float, ...]) -> None:
         sequence_parallel=sequence,
     )
     assert found == pytest.approx(measured, rel=0.15)
+
+
+def test_only_shared_paths_are_crowded() -> None:
+    """On InfiniBand with a rail for each device a ring over 32 nodes is as fast as one over two, latency aside."""
+    k = Constants(hop=0.0, net_hop=0.0, crowding=0.5)
+    rails = table(devices=256)
+    shared = rails.replaced(shared_paths=1.0)
+
+    def rate(t: Table, nodes: float) -> float:
+        return float(RankGroup.of(t, k, np.array([nodes]), np.array([8.0])).network_rate[0])
+
+    assert rate(rails, 32) == rate(rails, 2) == pytest.approx(rails.network_rate[0] * k.across)
+    assert rate(shared, 32) == pytest.approx(rate(rails, 32) / (1 + 0.5 * 5))
+    assert rate(shared, 1) == rate(rails, 1)
+
+
+def test_bytes_wait_for_memory_and_for_instructions() -> None:
+    """A B200 moves bytes 2.4 times as fast as an H100 and issues hardly more instructions."""
+    k = Constants(memory=0.9, issue=5.0)
+
+    def rate(cluster: str) -> float:
+        t = Table.of(Workload(shape("llama-3-8b"), 64, 8192), Cluster.preset(cluster), MEGATRON_LM)
+        return float(1e9 / moved(t, k, np.array([1e9]))[0])
+
+    assert rate("h100") == pytest.approx(1 / (1 / (0.9 * 3.35e12) + 5 / 33.5e12))
+    assert rate("a100") == pytest.approx(1 / (1 / (0.9 * 2.039e12) + 5 / 19.5e12))
+    assert 1.3 * rate("h100") < rate("b200") < 8 / 3.35 * 0.8 * rate("h100")

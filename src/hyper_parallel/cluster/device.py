@@ -56,6 +56,9 @@ class Link:
     """The share of `bandwidth` that large messages reach, 0 to 1."""
     setup: NotNegative = 0.0
     """Seconds that a collective call takes in addition to its messages."""
+    shared_paths: bool = False
+    """Whether the traffic of different nodes shares paths between switches, as on Ethernet, which chooses a path by a
+    hash; not on InfiniBand with a rail for each device, whose fat tree has a path for all."""
 
     @property
     def reached(self) -> float:

@@ -255,7 +255,8 @@ class Profile:
     source: str
     """Where its facts stand."""
     fused: float = 1.0
-    """Elementwise operators and norms are fused into few kernels. 0.5: those that move most bytes (norms, softmax, a
+    """Elementwise operators and norms are fused into few kernels. 0: one kernel for each operator. -0.6: norms and
+    rotations are many operators each, some in float32. 0.5: those that move most bytes (norms, softmax, a
     bias with its activation or dropout), in about as many kernels, and products do not add into sums of gradients."""
     flash: float = 1.0
     """Attention's scores stay on the chip: 1 by the best kernels that a device has; a share of their rate by others; 2
@@ -277,6 +278,8 @@ class Profile:
     fused_routing: float = 0.0
     """A routed layer's top-k, probabilities and permutations are few kernels (Megatron's --moe-router-fusion and
     --moe-permute-fusion)."""
+    shared_beside: float = 0.0
+    """Shared experts run in a stream of their own beside the exchanges of routed ones."""
     bias_by_expert: float = 0.0
     """Biases of routed experts are added to their results expert by expert, times a token's probability, in float32
     (`TEGroupedMLP._apply_bias` of Megatron Core, and its copy in NeMo AutoModel)."""

@@ -41,17 +41,20 @@ class Constants:
     half_depth: float = 140.0  # terms: inner size of a product at which half of its rate is reached
     grouped: float = 1.0  # ratio: an expert's product beside a plain one: 1.1 on A100, 0.9 on B200
     attention: float = 1.0  # ratio: fused attention beside its published rate
-    memory: float = 0.75  # share of bandwidth: operators that only move bytes
+    memory: float = 0.90  # share of bandwidth: copies, and operands of products
+    issue: float = 4.0  # instructions: what an operator that moves bytes executes for each of them
     elementwise: float = 1.0  # ratio: bytes of norms, activations and residuals beside the count
     unfused: float = 2.2  # ratio: bytes of these where a framework does not fuse them
-    permute: float = 1.5  # ratio: bytes of sorting rows by expert and back beside the count
+    permute: float = 1.0  # ratio: bytes of sorting rows by expert and back beside the count
     launch: float = 22e-6  # s: what a kernel costs the host that launches it
+    grace: float = 1.3  # ratio: a launch of a Grace's cores to one of an x86 server's
     stretches: float = 4.0  # power of a pass's mean of host and device: the higher, the nearer to the longer
     routing: float = 200.0  # kernels: launches of a routed layer, its waits counted as launches
     inside: float = 0.75  # share of bandwidth: collectives on links inside a node or supernode
-    across: float = 0.65  # share of bandwidth: collectives on the network
+    across: float = 0.80  # share of bandwidth: rings on the network
+    scattered: float = 0.65  # share of bandwidth: all-to-alls on the network
     dispatch: float = 0.88  # share of bandwidth: tokens on the network, sent by a library made for it
-    crowding: float = 0.2  # share: what each doubling of nodes takes from the network's rate
+    crowding: float = 0.2  # share: what each doubling of nodes takes from a network whose paths they share
     hop: float = 14e-6  # s: a collective's latency for each doubling of its ranks inside a node
     net_hop: float = 25e-6  # s: the same on the network
     hidden_tensor: float = 0.7  # share: tensor collectives hidden by frameworks that overlap them
@@ -101,4 +104,5 @@ def constants_for(profile: Profile, cluster: Cluster) -> Constants:
     outer = cluster.links.get("network")
     # A level that a cluster lacks is joined by no group, and repeats the next one (`table.of_cluster`).
     inside = min(inner) if inner else outer.efficiency if outer else known.inside
-    return replace(known, inside=inside, across=outer.efficiency if outer else inside, crowding=_NOTHING)
+    across = outer.efficiency if outer else inside
+    return replace(known, inside=inside, across=across, scattered=across, crowding=_NOTHING)

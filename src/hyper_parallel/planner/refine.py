@@ -120,8 +120,10 @@ def _solved(
     progress: Callable[[str], None],
     solve_once: Callable[[Question, Constants], Solved],
 ) -> Solved:
-    """One question, answered until a strategy that was simulated fits."""
+    """One question, answered until a strategy that was simulated fits, and while one that does not fit was estimated
+    to be more than `DIFFER` quicker: others like it may fit."""
     known = constants_for(question.profile, question.cluster)
+    answer, priced = None, known
     for _ in range(ROUNDS):
         found = solve_once(question, known)
         # One that does not fit is not shown, so that its time need not be known.
@@ -129,19 +131,27 @@ def _solved(
         found = replace(found, simulated=_simulated_while(found, count, progress, limit))
         # Also of a step that was not ordered, though ordering may lower its peak: with more room more is hidden.
         over = [
-            one.peak / best.peak
+            (one.peak / best.peak, best.seconds)
             for one, best in zip(found.simulated, found.best, strict=False)
             if one.fits is False and one.peak is not None
         ]
-        if not question.runnable or len(over) < len(found.simulated):
-            # The reasons are those of what is answered.
-            why = explain(found.best[found.chosen], question, known) if found.chosen else found.why
-            return replace(found, why=why)
+        fits = not question.runnable or len(over) < len(found.simulated)
+        if fits and (answer is None or found.shown.seconds < answer.shown.seconds):
+            answer, priced = found, known
+        quickest = answer.shown.seconds if answer else inf
+        quicker = [times for times, seconds in over if seconds * (1 + DIFFER) < quickest]
+        if not question.runnable or not quicker:
+            break
         progress(
-            f"the simulated peak of none fits, {min(over):.2f} times the estimate or more; planning again"
+            f"the simulated peak of the quickest does not fit, {min(quicker):.2f} times the estimate or more; planning "
+            "again"
         )
         collect_between()
-        known = replace(known, slack=known.slack * max(min(over), LEAST))
+        known = replace(known, slack=known.slack * max(min(quicker), LEAST))
+    if answer is not None:
+        # The reasons are those of what is answered.
+        best = answer.best[answer.chosen]
+        return replace(answer, why=explain(best, question, priced)) if answer.chosen else answer
     peak = min(one.peak for one in found.simulated if one.peak is not None)
     raise NothingFitsError(
         f"no strategy that was simulated fits, in {ROUNDS} rounds: the smallest simulated peak is {format_bytes(peak)} "

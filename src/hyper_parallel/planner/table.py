@@ -66,12 +66,16 @@ class Table:
     """Bytes of a device's memory."""
     hbm: Array
     """B/s of a device's memory."""
+    issue_rate: Array
+    """Instructions/s of everything but matrix products, each for one element."""
     node_rate: Array
     """B/s of a device within the node, one way, as the maker states it."""
     supernode_rate: Array
     """B/s of a device within the supernode, one way; the network's where there is no supernode."""
     network_rate: Array
     """B/s of a device on the network, one way."""
+    shared_paths: Array
+    """1: nodes' traffic shares the network's switches by hashing, so that more nodes crowd it (`Link.shared_paths`)."""
     host_rate: Array
     """B/s between a device and its host's memory, each way while both are used; 0 where the cluster describes none."""
     host_bytes: Array
@@ -237,6 +241,11 @@ UNSEARCHED: Mapping[str, float] = {"expert_tensor": 1}
 """Columns of how a run is spread that only published runs state; the search has no axis for them."""
 
 
+_FLOPS_ISSUED: Mapping[str, float] = {"volta": 1.0, "ampere": 1.0}
+"""Float32 FLOPs of an issued instruction: multiplying and adding counts for two; multiprocessors of V100 and A100 issue
+to 128 lanes in a cycle and have 64 for float32, which leaves the others to addresses and conversions."""
+
+
 def _column(name: str, values: npt.ArrayLike) -> Array:
     column = np.atleast_1d(np.asarray(values, dtype=np.float64))
     if column.ndim != 1:
@@ -259,6 +268,7 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
     near, far = ("root", "node") if cluster.root else ("node", "supernode")
     peak16 = device.peak("bfloat16")
     peak8 = max(peak16, device.matrix.get("float8_e4m3fn", peak16))
+    generation = architecture(device.name)
     columns = {
         "node": float(getattr(cluster, near) or math.inf),
         "supernode": float(getattr(cluster, far) or 1),
@@ -267,7 +277,8 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
         "peak4": max(peak8, device.matrix.get("float4_e2m1fn_x2", peak8)),
         "capacity": device.memory.bytes,
         "hbm": device.memory.read,
-        "architecture": float(ARCHITECTURES.index(architecture(device.name))),
+        "issue_rate": device.vector.get("float32", peak16 / 16) / _FLOPS_ISSUED.get(generation, 2.0),
+        "architecture": float(ARCHITECTURES.index(generation)),
         **_of_host(cluster),
     }
     for column, levels in (
@@ -283,6 +294,8 @@ def of_cluster(cluster: Cluster) -> dict[str, float]:
                 "`links` a level node, supernode or network with a bandwidth and a latency"
             )
         columns[f"{column}_rate"] = cluster.link(names[0]).bandwidth
+    outer = cluster.links.get("network")
+    columns["shared_paths"] = float(outer.shared_paths) if outer else 0.0
     if cluster.ranks:
         columns["devices"] = float(cluster.ranks)
     return columns

@@ -55,6 +55,7 @@ def _cdna3(memory: float, bandwidth: float, source: str) -> Facts:
         "links.node.setup": estimate(8.4e-6, _AS_H100),
         "links.network.bandwidth": estimate(50e9, "eight 400 Gb/s cards, as usual in its generation"),
         "links.network.efficiency": estimate(0.85, "of RoCE, a little less than InfiniBand's 0.9"),
+        "links.network.shared_paths": estimate(True, "RoCE is routed by hashes"),
         "links.network.latency": estimate(1.4e-5, _AS_H100),
         "links.network.setup": estimate(8.4e-6, _AS_H100),
         "links.host.bandwidth": known(63e9, "PCI Express 5.0, 16 lanes of 32 GT/s with 128b/130b coding"),

@@ -52,6 +52,7 @@ def _network(bandwidth: float, source: str) -> Facts:
     return {
         "links.network.bandwidth": known(bandwidth, source),
         "links.network.efficiency": estimate(0.85, "of RoCE, a little less than InfiniBand's 0.9"),
+        "links.network.shared_paths": estimate(True, "RoCE is routed by hashes"),
         "links.network.latency": estimate(1.4e-5, "as a hop on NVIDIA's machines"),
         "links.network.setup": estimate(8.8e-5, _SETUP),
     }
@@ -135,6 +136,7 @@ def a5() -> Tree:
         "links.supernode.setup": estimate(8.8e-5, "that of the 910C"),
         "links.network.bandwidth": estimate(50e9, "400 Gb/s for each device, as usual in its generation"),
         "links.network.efficiency": estimate(0.85, "of RoCE, a little less than InfiniBand's 0.9"),
+        "links.network.shared_paths": estimate(True, "RoCE is routed by hashes"),
         "links.network.latency": estimate(1.4e-5, "as a hop on NVIDIA's machines"),
         "links.network.setup": estimate(8.8e-5, "that of the 910C"),
         "links.host.bandwidth": estimate(80e9, "twice that of the 910C"),

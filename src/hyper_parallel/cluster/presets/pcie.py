@@ -105,6 +105,7 @@ def _machine(
         "links.node.setup": known(8.4e-6, RINGS + ": base latency"),
         "links.network.bandwidth": network,
         "links.network.efficiency": estimate(0.85, "of Ethernet, a little less than InfiniBand's 0.9"),
+        "links.network.shared_paths": estimate(True, "Ethernet is routed by hashes"),
         "links.network.latency": known(14.0e-6, RINGS + ": a hop over the network"),
         "links.network.setup": known(8.4e-6, RINGS + ": base latency"),
         "links.host.bandwidth": lanes,

@@ -188,11 +188,13 @@ def read_off(cluster: Cluster, precision: Precision) -> tuple[Cluster, Constants
         half_depth=depth,
         attention=_attention(device, dtype) / FUSED.get("other", 0.5),
         memory=1.0,
+        issue=_NOTHING,
         # The closed forms count two bytes an element of a layer.
         elementwise=wide / 2,
         launch=max(device.launch, _NOTHING),
         inside=1.0,
         across=1.0,
+        scattered=1.0,
         dispatch=1.0,
         crowding=_NOTHING,
         hop=hop,

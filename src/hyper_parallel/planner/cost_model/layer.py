@@ -29,9 +29,10 @@ Recorded graphs, which hold attention and routers but not the experts, take the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from hyper_parallel.planner.columns import ARCHITECTURES
 from hyper_parallel.planner.constants import Constants
@@ -61,9 +62,9 @@ FUSED = {
 tables on B200; Ascend's is an estimate."""
 
 SINCE_HOPPER = ("hopper", "blackwell", "blackwell-ultra")
-OF_SECOND = 0.7
-"""The share of these rates that FlashAttention-2 reaches since Hopper: 0.35 of the peak (arXiv 2407.08608,
-abstract and figures 5 and 6)."""
+OF_SECOND = 0.6
+"""The share of these rates that FlashAttention-2 reaches since Hopper: 0.35 of the peak forward (arXiv 2407.08608,
+abstract) and 0.28 backward, in the A100's proportion, as the presets have it: 0.3 of both together."""
 
 BACKWARD_BYTES = 1.6
 """Bytes of the backward pass of elementwise operators to those of the forward pass."""
@@ -123,6 +124,7 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     multiply = Products(t, k)
     products = attending(t) * _projections(t, ranks, multiply, tokens)
     products = products + dense_share(t) * _mlp(t.ffn, t, ranks, multiply, tokens)
+    shared: Array = np.zeros(1)
     if np.any(t.experts > 0):
         shared = _mlp(t.shared_ffn, t, ranks, multiply, tokens)
         products = products + with_experts * (_routed(t, k, ranks, multiply, tokens) + shared)
@@ -145,7 +147,11 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
     scaled = moved(t, k, _scaled(t, ranks, tokens, with_experts))
     busy = products + own + attention + elementwise + scaled
     apart = exchanged(t, k, ranks, tokens, with_experts, attention, busy)
-    launches = _kernels(t, k, ranks, with_experts) * k.launch
+    if np.any(t.shared_beside > 0):
+        # The backward pass takes twice as long, and an exchange's seconds are the mean of both passes.
+        aside = t.shared_beside * np.minimum(1.5 * with_experts * shared, apart.expert)
+        apart = replace(apart, expert=apart.expert - aside)
+    launches = _kernels(t, k, ranks, with_experts) * k.launch * np.where(on_grace(t), k.grace, 1.0)
     products_backward = (2 - t.frozen) * products + 2 * own
     back = products_backward + 2.5 * attention + BACKWARD_BYTES * (elementwise + scaled)
     forward = _longer(k, busy + apart.expert, launches) + apart.forward - apart.expert
@@ -179,6 +185,12 @@ def sent(t: Table, k: Constants, ranks: Ranks) -> Array:
         return np.zeros(1)
     each = experts_sent(t, k, ranks, t.micro * t.sequence / t.context)
     return np.where(ranks.of_experts > 1, t.ordered * routed_share(t) * each, 0.0)
+
+
+def on_grace(t: Table) -> npt.NDArray[np.bool_]:
+    """Where the host is a Grace, as in the racks that are a supernode of Blackwells."""
+    blackwell = [ARCHITECTURES.index(name) for name in ("blackwell", "blackwell-ultra")]
+    return np.isin(t.architecture, blackwell) & (t.supernode > 1)
 
 
 def _longer(k: Constants, device: Array, host: Array) -> Array:
@@ -272,8 +284,10 @@ def _bytes(t: Table, k: Constants, ranks: Ranks, tokens: Array, with_experts: Ar
     outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
     # Rows are sorted by rank, then by expert, and back; libraries that send one a node sort by rank as they send.
     sorted_rows = 8 * expert_width(t) * k.permute * (1 - 0.5 * t.dedup)
-    routed = t.chosen * (3 * t.expert_ffn + sorted_rows) * load(t, k) + 3 * t.shared_ffn
-    wide = (with_experts * routed + dense_share(t) * 3 * t.ffn) / ranks.tensor
+    # An activation reads its input, and the gate where there is one, and writes its result.
+    passed = 2 + t.gated
+    routed = t.chosen * (passed * t.expert_ffn + sorted_rows) * load(t, k) + passed * t.shared_ffn
+    wide = (with_experts * routed + dense_share(t) * passed * t.ffn) / ranks.tensor
     turned = attending(t) * 3 * (t.heads * t.head_dim + t.gate) / ranks.tensor
     return 2 * (4.5 * blocks(t) * outside * t.hidden + tokens * wide + tokens * turned)
 

@@ -141,7 +141,7 @@ def _context(t: Table, ranks: Ranks, tokens: Array, attention: Array) -> tuple[A
 # b are bytes of an element: dispatch may be in 8 bits with a scale for each 128 (DeepSeek-V3, arXiv 2412.19437, section
 # 3.3.3), combine is in 16. Either way a pass has one of each. Rows go to all domains at once and take turns on no link,
 # so that the network is not crowded as by rings; libraries made for it reach `dispatch` of its rate (DeepEP's README:
-# 43 to 45 GB/s of 50), all-to-alls `across`. Where ranks of `expert_tensor` split an expert's features, rows are
+# 43 to 45 GB/s of 50), all-to-alls `scattered`. Where ranks of `expert_tensor` split an expert's features, rows are
 # gathered over them before it and reduce-scattered behind it.
 #
 # **Overlap.** Of a layer's exchanges, both passes together, another micro-batch hides `hidden_expert` where a framework
@@ -210,7 +210,7 @@ def _one_way(t: Table, k: Constants, ranks: Ranks, bytes: Array) -> Array:
         (group.node - 1) / group.node_rate + (group.supernode - 1) * group.node / group.supernode_rate
     ) / others
     plain, once = copies(t, ranks)
-    seconds = np.maximum(plain[0] / (t.network_rate * k.across), plain[1] * link)
+    seconds = np.maximum(plain[0] / (t.network_rate * k.scattered), plain[1] * link)
     if np.any(t.dedup > 0):
         seconds_once = np.maximum(once[0] / (t.network_rate * k.dispatch), once[1] * link)
         seconds = (1 - t.dedup) * seconds + t.dedup * seconds_once

@@ -3,8 +3,8 @@ collectives of a group of ranks, and the groups of each axis.
 
 Collectives take the forms of `cluster.collective_cost` and the links' bandwidths of the cluster. The efficiencies and
 latencies are corrections fitted on published runs (`planner.constants`): `inside` and `across` are the shares of the
-bandwidth that collectives reach, `crowding` is what each doubling of nodes takes from the network, `hop` and
-`net_hop` are the latency of each doubling of ranks.
+bandwidth that collectives reach, `crowding` is what each doubling of nodes takes from a network whose paths nodes share
+(`Link.shared_paths`), `hop` and `net_hop` are the latency of each doubling of ranks.
 
 A group of n ranks with stride `inside` between neighbours has, on each level,
 
@@ -43,13 +43,18 @@ from hyper_parallel.planner.table import Array, Table
 #
 #     product(m, n, k) = max(2 m n k / (peak · r / ((1 + h_m s/m) (1 + h_n s/n) (1 + h_k s/k))),         `product`
 #                            (w (m k + k n) + 2 m n) / (hbm · e))
-#     bytes(B)         = B / (hbm · e)                                                                   `moved`
+#     bytes(B)         = B / (hbm · e) + B · i / instructions/s                                          `moved`
 #
 # r is the share of the peak that large products reach in a training step, by architecture, and on Hopper by who chooses
 # their kernels (`large`); h are the sizes at which half of it is reached (Hockney's n_½, as in `cluster.efficiency`),
 # and s = √(rate / 250 TFLOP/s), since a faster unit needs larger products to be as busy. The second term of the product
 # is the roofline's memory side (Williams, Waterman and Patterson, CACM 52(4), 2009), with w bytes an operand's element,
 # scales included, and results in 16 bits. e is the constant `memory`.
+#
+# An operator that moves bytes also converts, scales and addresses them, with i instructions a byte (`issue`) that wait
+# for the bytes, so that both times add up. A B200 has 2.4 times the bandwidth of an H100 and issues 1.2 times as many
+# instructions: its norms and permutations reach a smaller share of its bandwidth than an H100's. One i fits A100, H100
+# and B200.
 
 
 def large(t: Table, k: Constants) -> Array:
@@ -104,8 +109,8 @@ class Products:
 
 
 def moved(t: Table, k: Constants, bytes: Array) -> Array:
-    """Seconds to read and write `bytes` in total, at the device's memory bandwidth."""
-    return bytes / (t.hbm * k.memory)
+    """Seconds of operators that read and write `bytes` in total."""
+    return bytes * (1 / (t.hbm * k.memory) + k.issue / t.issue_rate)
 
 
 @dataclass(frozen=True)
@@ -134,13 +139,14 @@ class RankGroup:
             here = np.clip(t.node / inside, 1, ranks)
             there = np.clip(t.supernode / (inside * here), 1, ranks / here)
             node, supernode, network = node * here, supernode * there, network * (ranks / (here * there))
+        crowded = 1 + t.shared_paths * k.crowding * np.log2(np.maximum(network, 1.0))
         return cls(
             node,
             supernode,
             network,
             t.node_rate * k.inside,
             t.supernode_rate * k.inside,
-            t.network_rate * k.across / (1 + k.crowding * np.log2(np.maximum(network, 1.0))),
+            t.network_rate * k.across / crowded,
             k.hop,
             k.net_hop,
         )

@@ -294,10 +294,12 @@ def reduced(
 def summed(t: Table, k: Constants, held: ParameterCounts, stage_layers: Array) -> Array:
     """Seconds of adding a micro-batch's gradients of a rank to those before it.
 
-    A product that adds into the sum reads and writes it; where none does, the gradient is written and read besides.
+    A product that adds into the sum reads and writes it; where none does, the gradient is written and read besides,
+    and by `train` in the sum's dtype, to which it is cast.
     """
     elements = stage_layers * (held.layer + held.experts) + held.embedding
-    bytes = 2 * t.gradient_bytes + np.where(t.fused >= 1, 0.0, 4.0)
+    cast = t.ordered * (2 * t.gradient_bytes - element_bytes(t))
+    bytes = 2 * t.gradient_bytes + np.where(t.fused >= 1, 0.0, 4.0) + cast
     # Whole gradients do not outlive a layer where parameters are split for good.
     return np.where(t.zero >= 3, t.weight_traffic, bytes) * elements / (t.hbm * k.memory)
 

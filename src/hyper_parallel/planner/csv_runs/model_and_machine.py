@@ -250,6 +250,9 @@ _RATE = r"(\d+(?:\.\d+)?)\s*([GgTt])([Bb](?:ps|/s|it/s)?)?(?![A-Za-z0-9])"
 
 _INSIDE = re.compile(r"nvlink|nvswitch|hccs|pcie", re.IGNORECASE)
 
+_FABRIC = re.compile(r"(infiniband)|\b(?:shared paths|roce|ethernet|efa)\b", re.IGNORECASE)
+"""Words of a network; without them `Link.shared_paths` is as the preset's."""
+
 _WATTS = {"a100": 400, "a100-40gb": 400, "h100": 700, "h200": 700, "h800": 700, "b200": 1000}
 """What a device may draw, of its maker's datasheet."""
 
@@ -279,6 +282,8 @@ def machine(cells: Cells) -> tuple[str, Mapping[str, float]]:
         if columns["supernode"] == 1:
             columns["supernode_rate"] = rate
         columns["network_rate"] = rate
+    if words := _FABRIC.search(cells.text("interconnect")):
+        columns["shared_paths"] = float(words[1] is None)
     return name, columns
 
 
@@ -376,6 +381,8 @@ _STATED: tuple[tuple[str, dict[str, float]], ...] = (
     (r"(a2a|1f1b|ep)[-_ ]overlap", {"overlap_expert": 1.0}),
     (r"\bno (a2a|1f1b|ep)[-_ ]overlap", {"overlap_expert": 0.0}),
     (r"forced?[-_ ]balanc|balanced gate", {"even": 1.0}),
+    # NeMo AutoModel's fake gate computes no router, and its dispatchers have moe_permute_fusion.
+    (r"balanced gate", {"fused_routing": 1.0}),
     # Megatron's --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split.
     (r"loss in split", {"balanced": 1.0}),
     # Experts with a capacity have static shapes: the host waits for no counts.
