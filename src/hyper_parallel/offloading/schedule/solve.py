@@ -238,13 +238,18 @@ def _sweep(problem: Problem, gaps: Gaps, base: Ints, budget: int) -> Layout | No
         node = layout.live.first_over(node, n, budget)
         if node >= n:
             return layout
-        at = np.where(gaps.after <= node, node, node + n)
-        rows = np.flatnonzero(open_ & (gaps.after <= at) & (at < gaps.used))
-        if not rows.size:
+        near = gaps.near(node)
+        at = np.where(gaps.after[near] <= node, node, node + n)
+        inside = np.flatnonzero(open_[near] & (gaps.after[near] <= at) & (at < gaps.used[near]))
+        rows, at = near[inside], at[inside]
+        order = np.lexsort((rows, -gaps.bytes[rows], at - gaps.used[rows]))
+        for row in rows[order].tolist():
+            open_[row] = False
+            layout.join(row, int(gaps.after[row]), int(gaps.used[row]))
+            if layout.live.at[node] <= budget:
+                break
+        else:
             return None
-        row = int(rows[np.lexsort((rows, -gaps.bytes[rows], at[rows] - gaps.used[rows]))[0]])
-        open_[row] = False
-        layout.join(row, int(gaps.after[row]), int(gaps.used[row]))
 
 
 def refusal(problem: Problem, floor: int) -> BudgetError:
