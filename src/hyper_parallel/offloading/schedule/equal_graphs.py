@@ -5,8 +5,9 @@ means the same for a step of few layers, so that a step that has one (`StepGraph
 are turned to the settings that were found, and planned once. Moves are those of all layers: planned, not copied.
 
 The short step stands for all layers (`_miniature`): with k of L layers, what is outside of layers counts k / L of its
-seconds and bytes; else a large embedding, whose state moves once a step, would hide what layers wait for. It has k / L
-too much of what all layers have: with the peaks P of all layers and P' of few,
+seconds and bytes; else a large embedding, whose state moves once a step, would hide what layers wait for. So many fewer
+gaps of it are looked at (`solve.choose`, `part`), as those of all layers are too many for all to be. It has k / L of
+what is too much: with the peaks P of all layers and P' of few,
 
     budget(short) = P' − (P − budget) · k / L
 
@@ -85,13 +86,23 @@ class EqualGraphs:
         """What each node of the step does, by its name."""
         return {node.name: work for node, work in costs(self.step, balanced_sizes(self.step)).items()}
 
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(node.name for node in self.step.nodes)
+
     def _priced(self, graph: StepGraph) -> Costs:
         """What each node of a graph does. One that keeps its name does the same, unless the host does it."""
-        names = {node.name for node in self.step.nodes}
-        new = [node for node in graph.nodes if is_update(node) or node.name not in names]
+        # The name of a node that went may be given to one that is repeated.
+        new = [
+            node
+            for node in graph.nodes
+            if node.name not in self._names or "origin" in node.meta or is_update(node)
+        ]
         priced = costs(graph, balanced_sizes(self.step), new)
-        others = {node: self._work[node.name] for node in graph.nodes if node.name in self._work}
-        return {**others, **priced}
+        known = dict(self._work)
+        for node in new:
+            known.pop(node.name, None)
+        return {node: known[node.name] for node in graph.nodes if node.name in known} | priced
 
     @cached_property
     def captured(self) -> Problem:
@@ -105,7 +116,7 @@ class EqualGraphs:
     @cached_property
     def _dials(self) -> tuple[Dial, ...]:
         sizes = balanced_sizes(self.step)
-        return self.choices.dials(self.step, self.cluster, self.spaces, self.memory, sizes)
+        return self.choices.dials(self.step, self.cluster, self.spaces, self.memory, sizes, self._priced)
 
     def best(self, progress: PlanningProgress) -> Variant:
         """The best graph found for all layers. Raises BudgetError where no graph has a plan."""
@@ -121,10 +132,8 @@ class EqualGraphs:
             todo = left * nodes + later
             progress.advance(nodes if count > 1 else 0, todo, f"graph {count} of at most {count + left}")
 
-        begun, few = self.memory(self._begun), self.part < 1
-        return search(
-            self._begun, begun, self._dials, self.memory, tried, worth=1 / self.part, in_earnest=not few
-        )
+        begun = self.memory(self._begun)
+        return search(self._begun, begun, self._dials, self.memory, tried, self.part)
 
     def turned(self, to: Settings) -> Variant | None:
         """The graph at these settings, and its best plan; None where it has other dials, or no plan."""

@@ -73,18 +73,17 @@ def search(
     dials: Sequence[Dial],
     problem_of: Callable[[StepGraph], Problem],
     progress: Callable[[int, int], None] = lambda count, left: None,
-    worth: float = 1.0,
-    in_earnest: bool = True,
+    part: float = 1.0,
 ) -> Variant:
     """The best graph found for a step, and its plan. Raises BudgetError where no plan of any meets the budget.
 
     `problem`: the step's memory under the budget; `problem_of`: that of another graph. `progress` is called before each
-    plan with its number and how many may follow. `worth`: seconds that a second saved in this step stands for.
-    `in_earnest`: plan the best few again; without, quick plans decide.
+    plan with its number and how many may follow. `part`: of a step that stands for one of more layers, the
+    share of them that it has: what it saves counts so much more, and quick plans decide.
     """
-    found = _Search(step, problem, dials, problem_of, progress, worth)
+    found = _Search(step, problem, dials, problem_of, progress, part)
     found.climb()
-    if in_earnest:
+    if part == 1.0:
         found.in_earnest()
     if found.best is None:
         raise min(found.refused, key=lambda error: (error.floor is None, error.floor))
@@ -99,9 +98,9 @@ class _Search:
         dials: Sequence[Dial],
         problem_of: Callable[[StepGraph], Problem],
         progress: Callable[[int, int], None],
-        worth: float,
+        part: float,
     ) -> None:
-        self._problem, self._worth = problem, worth
+        self._problem, self._part = problem, part
         self._progress, self._count = progress, 0
         self._dials, self._problem_of = dials, problem_of
         self._talk = _talk(step)
@@ -121,7 +120,7 @@ class _Search:
         zero = tuple(0 for _ in self._dials)
         self._try(zero)
         if self.best is not None:
-            waits = self._worth * (self.best.plan.seconds - self._problem.seconds)
+            waits = (self.best.plan.seconds - self._problem.seconds) / self._part
             self._plans = min(self._plans, int(REPAID * waits / (PRICE * self._problem.nodes)))
         else:
             self._try(tuple(dial.settings - 1 for dial in self._dials))
@@ -186,7 +185,7 @@ class _Search:
         self._plans -= 1
         self._step_on(max(self._plans, 0) + LAST)
         try:
-            plan = choose(problem, quick=True)
+            plan = choose(problem, quick=True, part=self._part)
         except BudgetError as error:
             self.refused.append(error)
             return
