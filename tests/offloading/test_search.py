@@ -155,7 +155,7 @@ def _searched(
 
     earnest: list[tuple[int, ...]] = []
 
-    def choose(problem: Problem, *, tries: int = 0, quick: bool = False) -> Plan:
+    def choose(problem: Problem, *, tries: int = 0, quick: bool = False, part: float = 1.0) -> Plan:
         now = (problem.budget // 10, problem.budget % 10)
         if not quick:
             earnest.append(now)

@@ -12,7 +12,7 @@ from harness.families import FAMILIES
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph
 from hyper_parallel.offloading import choose
-from hyper_parallel.offloading.schedule import offload_pass
+from hyper_parallel.offloading.schedule import equal_graphs, offload_pass
 from hyper_parallel.offloading.schedule.build_problem import build_problem
 from hyper_parallel.offloading.schedule.offload_pass import Planned
 from hyper_parallel.offloading.schedule.problem import OffloadTier, Rate
@@ -34,7 +34,7 @@ def plans(steps: list[StepGraph]) -> list[Planned]:
     budget = max(build_problem(step, CLUSTER, 0, (HOST,)).working_set for step in steps)
     found: list[Planned] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_pass, "choose", functools.partial(choose, tries=0))  # any plan will do
+        patch.setattr(equal_graphs, "choose", functools.partial(choose, tries=0))  # any plan will do
         for number, step in enumerate(steps):
             shelves = found[-1].shelves if found else None
             found.append(offload_pass.planned(step, CLUSTER, int(1.1 * budget), (HOST,), shelves, number))

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from llama_recipe import recipe_of
 
 from harness.equivalence import STRATEGIES, build_model, family_config
 from harness.families import FAMILIES
+from harness.llama_recipe import recipe_of
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.estimate.build_trace import captured_step

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llama_recipe import recipe_of
 
+from harness.llama_recipe import recipe_of
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph.ir import is_collective
 from hyper_parallel.overlap import jobs

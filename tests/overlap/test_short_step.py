@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from llama_recipe import recipe_of
 
+from harness.llama_recipe import recipe_of
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.graph import StepGraph

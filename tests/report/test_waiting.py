@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hyper_parallel.report import wait_line as module
-from hyper_parallel.report.wait_line import announcing, waiting
+from hyper_parallel.report.wait_line import announcing, note_progress, waiting
 
 
 class _Terminal(io.StringIO):
@@ -51,3 +51,18 @@ def test_a_wait_ends_with_its_error() -> None:
         with waiting("the next"):
             time.sleep(0.05)
     assert "the next … 0 s" in screen.getvalue()
+
+
+def test_a_wait_shows_what_of_it_is_under_way_until_it_ends() -> None:
+    with announcing(screen := _Terminal()):
+        with waiting("planning"):
+            note_progress("about 9 s left")
+            time.sleep(0.1)
+        with waiting("the next"):
+            time.sleep(0.1)
+    assert "planning … 0 s; about 9 s left" in screen.getvalue()
+    assert "the next … 0 s; about" not in screen.getvalue()
+    note_progress("nobody waits")
+    with announcing(pipe := io.StringIO()), waiting("planning"):
+        note_progress("about 9 s left")
+    assert pipe.getvalue() == "about 9 s left\n"

@@ -26,7 +26,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.errors import FaultError, TierError
 from hyper_parallel.launch.worker_failure import Failure
 from hyper_parallel.offloading import choose
-from hyper_parallel.offloading.schedule import offload_pass
+from hyper_parallel.offloading.schedule import equal_graphs
 from hyper_parallel.offloading.tiers import memory_tier
 from hyper_parallel.offloading.tiers.leases import OWN, PREFIX
 from hyper_parallel.offloading.tiers.memory_tier import SHARED
@@ -37,7 +37,7 @@ TRAIN = {"steps": 6, "eval": {"batches": 1}, "sample": {"tokens": 0}}
 
 @pytest.fixture(autouse=True)
 def any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_pass, "choose", functools.partial(choose, tries=0))
+    monkeypatch.setattr(equal_graphs, "choose", functools.partial(choose, tries=0))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from engines import Ran, differences, of_graph, run_engine
 from harness import run_ranks
 from hyper_parallel.offloading import Move, choose, open_tiers
 from hyper_parallel.offloading import runtime as bandwidth_monitor
-from hyper_parallel.offloading.schedule import offload_pass
+from hyper_parallel.offloading.schedule import equal_graphs
 from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem, Rate, UseInterval
 from hyper_parallel.offloading.tiers.memory_tier import HostTier
 from hyper_parallel.step.replan import QUIET, Replanning
@@ -55,7 +55,7 @@ def _slow_link(slow: float) -> Iterator[None]:
         patch.setattr(Replanning, "plan_anew", plan_anew)
         patch.setattr(HostTier, "_begin", slowed)
         patch.setattr(bandwidth_monitor, "LARGE", 1024)
-        patch.setattr(offload_pass, "choose", functools.partial(choose, tries=10))
+        patch.setattr(equal_graphs, "choose", functools.partial(choose, tries=10))
         patch.setattr(open_tiers, "measure", lambda *args: (RATE, RATE))
         yield
 

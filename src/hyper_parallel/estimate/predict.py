@@ -167,7 +167,7 @@ def _captured(
     """The Trace of a step that is captured now."""
     strategy = config.effective_strategy
     world = strategy.axes.world
-    offload = described_offload(strategy, cluster)
+    offload = described_offload(strategy, cluster, say)
     notes: list[str] = []
     trace = trace_of(
         model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -77,6 +77,8 @@ class Accumulation:
     """Names of the inputs that differ from micro-batch to micro-batch."""
     width: int = 1
     """Micro-batches of one run of the body."""
+    short: Callable[[], Accumulation] | None = None
+    """Makes the same loop of the model with few of its layers, as `StepGraph.short`."""
 
     def with_body(self, body: StepGraph) -> Accumulation:
         """The same loop over a body whose nodes a pass has put into another order."""

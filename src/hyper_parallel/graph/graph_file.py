@@ -1,8 +1,9 @@
 """A captured step as bytes: plain data and tensors, so that reading it runs no code.
 
-    magic · blake2b of the rest · length · what is said about it · length · data · constants (safetensors)
+    magic · blake2b of the rest · length · what is said about it · length · data · length · short · constants
 
-What is said about it and the data are JSON, deflated, each by itself: the first is read more often.
+What is said about it and the data are JSON, deflated, each by itself: the first is read more often. Constants are
+safetensors; `short` is a file of this form of the step with few of its layers (`StepGraph.short`), or nothing.
 
 Operators are written by their qualified names, process groups by axis and ranks, since their names differ from process
 to process, and sizes that depend on the data as expressions of their symbols. What has no such form is refused
@@ -35,7 +36,7 @@ from hyper_parallel.graph.artifacts import Unreadable, deflated, inflated, opene
 from hyper_parallel.graph.ir import CollectiveGroup, Even, Input, StepGraph, Storage, Value
 from hyper_parallel.graph.step_context import Region
 
-_MAGIC = b"hyper_parallel step graph 2\n"
+_MAGIC = b"hyper_parallel step graph 3\n"
 _OPS = ("call_function", "placeholder", "get_attr", "output")
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _FUNCTIONS = {
@@ -61,8 +62,8 @@ class Unwritable(Exception):
     """A graph has something that has no form as plain data."""
 
 
-def to_bytes(step: StepGraph, about: Any = None) -> bytes:
-    """A graph, and plain data `about` it. Raises Unwritable."""
+def to_bytes(step: StepGraph, about: Any = None, short: StepGraph | None = None) -> bytes:
+    """A graph, plain data `about` it, and its short step where it is wanted. Raises Unwritable."""
     if step.slots or step.balanced:
         raise Unwritable("a graph with slots in other tiers, or for costs only, is not written")
     if any(not tensor.is_contiguous() for tensor in step.constants.values()):
@@ -71,8 +72,9 @@ def to_bytes(step: StepGraph, about: Any = None) -> bytes:
         data = _Writer(step).data()
     except ValueError as error:
         raise Unwritable(str(error)) from error
-    body = deflated(about) + deflated(data) + safetensors.save(dict(step.constants))
-    return sealed(_MAGIC, body)
+    few = b"" if short is None else to_bytes(short)
+    parts = (deflated(about), deflated(data), len(few).to_bytes(8, "big"), few)
+    return sealed(_MAGIC, b"".join((*parts, safetensors.save(dict(step.constants)))))
 
 
 def about(content: bytes) -> Any:
@@ -88,9 +90,16 @@ def from_bytes(content: bytes, groups: Mapping[str, CollectiveGroup]) -> tuple[S
     body = opened(_MAGIC, content)
     raw, end = inflated(body, 0)
     data, end = inflated(body, end)
+    begin = end + 8
+    end = begin + int.from_bytes(body[end:begin], "big")
+    few = body[begin:end]
     constants = safetensors.load(body[end:])
     try:
-        return _Reader(data, constants, groups).step(), raw
+        step = _Reader(data, constants, groups).step()
+        if few:
+            # Made when it is wanted: under a budget alone.
+            step.short = lambda: from_bytes(few, groups)[0]
+        return step, raw
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
 

@@ -214,7 +214,7 @@ class StepGraph:
     """The places that storages have in other tiers, by the numbers that cache operators name."""
     short: Callable[[], StepGraph] | None = None
     """Makes the same step of the model with few of its layers, where those are alike: for trials of what is then
-    applied to all. Passes rewrite it likewise, up to one that orders collectives or moves storages."""
+    applied to all. Passes rewrite it likewise, up to one that moves storages."""
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

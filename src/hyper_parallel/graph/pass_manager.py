@@ -36,7 +36,9 @@ from hyper_parallel.graph.step_context import region_of
 
 SCHEDULE = "schedule"
 """What a pass provides that chooses the order of collectives too: the same on every rank, by what all ranks know."""
-ACROSS_LAYERS = frozenset({SCHEDULE, "offload"})
+MOVED = "offload"
+"""What a pass provides that moves storages, for the bytes that all layers hold: what it makes has no short step."""
+ACROSS_LAYERS = frozenset({SCHEDULE, MOVED})
 """What passes provide that gather a layer ahead, or move storages: after them layers that were alike no longer are."""
 
 Contents = dict[str, tuple[str, dict[int, str]]]
@@ -98,7 +100,8 @@ def run_passes(step: StepGraph, passes: Sequence[Pass]) -> list[Ran]:
             known = _validated(before, after, SCHEDULE in one.provides, known)
         except GraphError as error:
             raise GraphError(f"pass {one.name!r}: {error}") from None
-        if before.short is not None and not one.provides & ACROSS_LAYERS:
+        # A pass that searches an order gives the short step that of the whole one by itself.
+        if before.short is not None and after.short is None and MOVED not in one.provides:
             after.short = partial(_of_short, one, before.short)
         ran.append(Ran(one.name, before, after))
     return ran

@@ -13,7 +13,7 @@ step is the step that runs. The pipeline lies in this folder because offloading 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -61,16 +61,19 @@ def of_whole_step(one: Pass) -> bool:
     return "offload" in one.provides
 
 
-def described_offload(strategy: Strategy, cluster: Cluster) -> Offload | None:
+def described_offload(
+    strategy: Strategy, cluster: Cluster, show: Callable[[str], None] | None = None
+) -> Offload | None:
     """The budget's pass with the tiers of a described cluster; None where the strategy sets no budget.
 
-    Raises BudgetError for a tier that the cluster lacks, or that is smaller than what all ranks may use.
+    `show`: is given lines about its progress. Raises BudgetError for a tier that the cluster lacks, or that is smaller
+    than what all ranks may use.
     """
     memory = strategy.memory
     if memory.device is None:
         return None
     spaces = spaces_of(memory, cluster, strategy.axes.world)
-    return Offload(cluster, memory.device, spaces, Choices.of(memory))
+    return Offload(cluster, memory.device, spaces, Choices.of(memory), show=show)
 
 
 _MANY = 1 << 40

@@ -87,6 +87,8 @@ class Ordered:
     tried: Tried
     step: StepGraph
     timeline: Timeline
+    short: StepGraph | None = None
+    """The short step in the same order, where it was tried on one."""
 
 
 class OrderSearch:
@@ -319,10 +321,16 @@ def overlap(
         short = step.short()
         search = OrderSearch(short, cluster, balanced_sizes(short), pieces)
         search.room = _room_of_short(search, whole, before, room)
-        found = (made for one in search.best() if (made := whole.made(one.tried)) is not None)
+        found = (
+            replace(made, short=one.step)
+            for one in search.best()
+            if (made := whole.made(one.tried)) is not None
+        )
     best = next((one for one in found if one.timeline.step < before.step * _PAYS), None)
     if best is None:
         return Overlapped(step, before, before, tuple(search.tried), None)
+    if (few := best.short) is not None:
+        best.step.short = lambda: few
     return Overlapped(best.step, before, best.timeline, tuple(search.tried), best.tried)
 
 

@@ -21,6 +21,8 @@ _REFRESH_S = 0.5
 
 _stream: TextIO | None = None
 _active = False
+_detail = ""
+"""What of the wait at hand is under way."""
 
 
 @contextlib.contextmanager
@@ -37,7 +39,7 @@ def announcing(stream: TextIO | None) -> Iterator[None]:
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show that `what` is under way. A wait inside another one is a part of it, and not shown."""
-    global _active
+    global _active, _detail
     stream = _stream
     if stream is None or _active:
         yield
@@ -49,9 +51,21 @@ def waiting(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _active = False
+        _active, _detail = False, ""
         over.set()
         thread.join()
+
+
+def note_progress(text: str) -> None:
+    """Show in the line of the wait at hand what of it is under way; elsewhere than on a terminal as a line."""
+    global _detail
+    stream = _stream
+    if stream is None or not _active:
+        return
+    _detail = text
+    with contextlib.suppress(OSError, ValueError):
+        if not stream.isatty():
+            print(text, file=stream, flush=True)
 
 
 def _show(stream: TextIO, what: str, over: threading.Event) -> None:
@@ -65,7 +79,8 @@ def _show(stream: TextIO, what: str, over: threading.Event) -> None:
         if over.wait(SHOWN_S):
             return
         while True:
-            stream.write(f"\r\x1b[2K{what} … {time.monotonic() - began:.0f} s")
+            detail = f"; {_detail}" if _detail else ""
+            stream.write(f"\r\x1b[2K{what} … {time.monotonic() - began:.0f} s{detail}")
             stream.flush()
             if over.wait(_REFRESH_S):
                 break

@@ -7,8 +7,9 @@ the number of micro-batches is even.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import Tensor, fx
 
@@ -44,7 +45,10 @@ def accumulating(step: StepGraph, level: ShardLevel) -> Accumulation:
     weights = {name: seen_through(node) for name, node in returned.items() if name.startswith(WEIGHT)}
     sums = {name: seen_through(node) for name, node in each_time.items()}
     batch = {entry.name for entry in step.inputs if entry.name.startswith(micro_input(0, ""))}
-    return accumulation(step, weights, {**cut_at.sums, **sums}, batch, needs)
+    loop = accumulation(step, weights, {**cut_at.sums, **sums}, batch, needs)
+    short = step.short
+    # A copy, since the short step may be the same graph each time that it is asked for.
+    return loop if short is None else replace(loop, short=lambda: accumulating(short().copy(), level))
 
 
 def loop_width(passes: Sequence[Pass], micro_batches: int) -> int:
@@ -61,22 +65,44 @@ def rewritten_loop(
     pairs = [one for one in passes if "overlap" in one.provides]
     alone = rewritten(step, [one for one in passes if one not in pairs])
     loop = loop_of(alone, level, 2)
-    short = alone.short
-    if short is not None:
-        loop.body.short = lambda: loop_of(short(), level, 2).body
-    return loop.with_body(rewritten(loop.body, pairs))
+    if loop.short is None:
+        return loop.with_body(rewritten(loop.body, pairs))
+    few = cache(loop.short)
+    loop.body.short = lambda: few().body
+    body = rewritten(loop.body, pairs)
+    short = body.short
+    return replace(loop.with_body(body), short=None if short is None else lambda: few().with_body(short()))
 
 
 def loop_of(step: StepGraph, level: ShardLevel, width: int) -> Accumulation:
     """The loop whose body is so many micro-batches. Other arguments are as of `accumulating`."""
     loop = accumulating(step, level)
-    return loop if width == 1 else unrolled(loop, width, _numbered(1))
+    return loop if width == 1 else _pairs(loop)
+
+
+def _pairs(loop: Accumulation) -> Accumulation:
+    """The loop over pairs of micro-batches."""
+    short = loop.short
+    pairs = unrolled(loop, 2, _numbered(1))
+    return pairs if short is None else replace(pairs, short=lambda: _pairs(short()))
 
 
 @uncollected()
 def whole_step(loops: Sequence[Accumulation]) -> StepGraph:
     """The graph of a step whose i-th run of a loop's body is one of the i-th loop's."""
-    return expanded(loops, _numbered(loops[0].width))
+    step = expanded(loops, _numbered(loops[0].width))
+    shorts = {loop: loop.short for loop in loops}
+    if None not in shorts.values():
+        step.short = lambda: _few_layers(loops, shorts)
+    return step
+
+
+def _few_layers(
+    loops: Sequence[Accumulation], shorts: Mapping[Accumulation, Callable[[], Accumulation] | None]
+) -> StepGraph:
+    """The step of these loops with few of the model's layers."""
+    few = {loop: short() for loop, short in shorts.items() if short is not None}
+    return whole_step([few[loop] for loop in loops])
 
 
 def repeated(loop: Accumulation, micro_batches: int) -> StepGraph:

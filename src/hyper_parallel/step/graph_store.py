@@ -116,7 +116,9 @@ class GraphStore:
                 "groups": group_rows(step.groups),
                 "loop": None if loop is None else _of_loop(loop),
             }
-            content = to_bytes(step, told)
+            # A step as one graph is planned within a budget, perhaps on few of its layers.
+            short = None if step.short is None or loop is not None else step.short()
+            content = to_bytes(step, told, short)
             folder = own(self._folder)
             temporary = folder / f"{key}.{os.getpid()}.{time.monotonic_ns()}.new"
             try:

@@ -22,6 +22,7 @@ from hyper_parallel.offloading.runtime import BandwidthMonitor
 from hyper_parallel.offloading.schedule.allowed_rewrites import Choices
 from hyper_parallel.offloading.schedule.offload_pass import Offload, Planned
 from hyper_parallel.offloading.schedule.slot_allocator import SlotAllocator
+from hyper_parallel.report.wait_line import note_progress
 from hyper_parallel.strategy import Strategy
 
 
@@ -94,6 +95,7 @@ class Budget:
             self._shelves,
             next(self._numbers),
             load,
+            note_progress,
         )
 
     def runtime(self, offload: Offload) -> Runtime:

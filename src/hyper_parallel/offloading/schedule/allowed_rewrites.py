@@ -11,12 +11,12 @@ from torch import fx
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.graph import StepGraph, recompute, values_of
-from hyper_parallel.graph.costs import costs
 from hyper_parallel.graph.host_nodes import is_update
 from hyper_parallel.graph.memory_effects import touched
 from hyper_parallel.graph.recompute import affordable
 from hyper_parallel.graph.recompute_policies import narrow
 from hyper_parallel.graph.reorder_for_memory import cluster_uses
+from hyper_parallel.offloading.schedule.build_problem import Costs
 from hyper_parallel.offloading.schedule.graph_search import Dial
 from hyper_parallel.offloading.schedule.host_update_pass import PARTS, in_parts
 from hyper_parallel.offloading.schedule.problem import Buffer, OffloadTier, Problem
@@ -52,9 +52,10 @@ class Choices:
         spaces: Iterable[OffloadTier],
         problem_of: Callable[[StepGraph], Problem],
         sizes: Mapping[Any, int],
+        work_of: Callable[[StepGraph], Costs],
     ) -> tuple[Dial, ...]:
         """The dials that the search may turn for a step. `problem_of`: a graph's memory; `sizes`: values of what the
-        data decide."""
+        data decide; `work_of`: what each node of a graph does."""
         found = []
         parts = in_parts(step, spaces) if self.update == "auto" else None
         if parts is not None:
@@ -62,7 +63,7 @@ class Choices:
         if self.order:
             found.append(Dial("order", 3, 2, _Order(sizes, self.recompute)))
         if self.recompute:
-            found.append(Dial("recompute", SHARES + 1, 1, _Again(cluster, problem_of, sizes)))
+            found.append(Dial("recompute", SHARES + 1, 1, _Again(cluster, problem_of, sizes, work_of)))
         return tuple(found)
 
 
@@ -85,15 +86,20 @@ class _Again:
     """How much is computed again, in parts of what may be."""
 
     def __init__(
-        self, cluster: Cluster, problem_of: Callable[[StepGraph], Problem], sizes: Mapping[Any, int]
+        self,
+        cluster: Cluster,
+        problem_of: Callable[[StepGraph], Problem],
+        sizes: Mapping[Any, int],
+        work_of: Callable[[StepGraph], Costs],
     ) -> None:
-        self._cluster, self._problem_of, self._sizes = cluster, problem_of, sizes
+        self._cluster, self._problem_of, self._sizes, self._work_of = cluster, problem_of, sizes, work_of
         self._ladders: dict[StepGraph, Ladder] = {}
 
     def __call__(self, step: StepGraph, setting: int, refused: bool) -> StepGraph:
         if step not in self._ladders:
             problem = self._problem_of(step)
-            self._ladders[step] = ladder(step, problem, self._cluster, self._sizes, must=refused)
+            work = self._work_of(step)
+            self._ladders[step] = ladder(step, problem, self._cluster, work, must=refused)
         return again(step, self._ladders[step], setting / SHARES)
 
 
@@ -161,11 +167,11 @@ class Ladder:
 
 
 def ladder(
-    step: StepGraph, problem: Problem, cluster: Cluster, sizes: Mapping[Any, int], *, must: bool = False
+    step: StepGraph, problem: Problem, cluster: Cluster, works: Costs, *, must: bool = False
 ) -> Ladder:
     """The storages that may be computed again of a step whose memory is `problem`.
 
-    `sizes`: values of sizes that the data decide. `must`: no plan of the step as it is meets the budget.
+    `works`: what its nodes do. `must`: no plan of the step as it is meets the budget.
     """
     nodes = list(step.nodes)
     # What would do is the same for every budget that is too small.
@@ -176,7 +182,7 @@ def ladder(
         if (over_time := _idle(held, nodes, over)) > 0
     }
     kept = _narrower(step, nodes, problem, freed.keys())
-    seconds = _seconds(step, cluster, sizes)
+    seconds = _seconds(cluster, works)
     limits = {storage: (SLACK if must else 1.0) * _copied(problem, storage) for storage in freed}
     prices = affordable(step, limits, seconds, collectives="none", kept=kept)
     least = min((price for price in prices.values() if price > 0), default=1.0)
@@ -229,17 +235,17 @@ def _narrower(step: StepGraph, nodes: list[fx.Node], problem: Problem, wanted: S
     return frozenset(found)
 
 
-def _seconds(step: StepGraph, cluster: Cluster, sizes: Mapping[Any, int]) -> dict[fx.Node, float]:
+def _seconds(cluster: Cluster, works: Costs) -> dict[fx.Node, float]:
     """Seconds of each node that computes, alone on the device."""
     device = cluster.device
     assert device is not None, "the step was simulated on it"
-    works: dict[Work, float] = {}
+    known: dict[Work, float] = {}
     found = {}
-    for node, work in costs(step, sizes).items():
+    for node, work in works.items():
         if isinstance(work, Work):
-            if work not in works:
-                works[work] = device.seconds(work)
-            found[node] = works[work]
+            if work not in known:
+                known[work] = device.seconds(work)
+            found[node] = known[work]
     return found
 
 

@@ -32,9 +32,10 @@ from hyper_parallel.offloading.schedule.problem import (
     Workspace,
 )
 from hyper_parallel.simulator import simulate
-from hyper_parallel.trace import Trace
+from hyper_parallel.trace import Collective, Trace
 from hyper_parallel.workload.work import Work
 
+Costs = Mapping[fx.Node, Work | Collective]
 STATE: Collection[Kind] = ("parameter", "optimizer", "buffer")
 """What lives across steps and may be elsewhere between them."""
 
@@ -46,18 +47,19 @@ def build_problem(
     spaces: tuple[OffloadTier, ...],
     sizes: Mapping[Any, int] | None = None,
     largest: Mapping[Any, int] | None = None,
+    priced: Costs | None = None,
 ) -> Problem:
     """Build the offload scheduling problem of a step under `budget` bytes.
 
     `spaces`: offload tiers, the fastest first. `sizes`: values of data-dependent sizes, from which times are computed;
     `largest`: the values at which every storage has its largest size (`graph.dynamic_sizes`), from which bytes are
-    computed; by default the same.
+    computed; by default the same. `priced`: the work of its nodes, where the caller knows it.
     """
     known = dict(sizes or {})
     most = known if largest is None else dict(largest)
     lives = lifetimes(step, most)
     return Problem(
-        starts_of(step, cluster, known, lives if known == most else None),
+        starts_of(step, cluster, known, lives if known == most else None, priced),
         _held(step, lives),
         tuple(Workspace(life.born, life.died, life.bytes) for life in workspaces(step, most)),
         _beside_state(step, spaces),
@@ -71,12 +73,13 @@ def starts_of(
     cluster: Cluster,
     sizes: Mapping[Any, int] | None = None,
     lives: list[Lifetime] | None = None,
+    priced: Costs | None = None,
 ) -> tuple[float, ...]:
     """Simulated start of each node in seconds where every rank runs this step, and the end of the step.
 
-    `lives`: the step's lifetimes at these sizes, where the caller has them.
+    `lives`, `priced`: the step's lifetimes at these sizes and the work of its nodes, where the caller has them.
     """
-    found = lowered(step, sizes=sizes, views=False, lives=lives)
+    found = lowered(step, sizes=sizes, views=False, lives=lives, priced=priced)
     trace = Trace({"all": found.ops}, dict.fromkeys(ranks_of(step), "all"), {"all": found.resident})
     timeline = simulate(trace, cluster, masking=False)
     began: dict[fx.Node, float] = {}

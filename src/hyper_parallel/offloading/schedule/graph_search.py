@@ -63,17 +63,28 @@ class Variant:
     step: StepGraph
     problem: Problem
     plan: Plan
+    refused: bool = False
+    """It was looked for because no plan of the step as it is meets the budget."""
 
 
 def search(
-    step: StepGraph, problem: Problem, dials: Sequence[Dial], problem_of: Callable[[StepGraph], Problem]
+    step: StepGraph,
+    problem: Problem,
+    dials: Sequence[Dial],
+    problem_of: Callable[[StepGraph], Problem],
+    progress: Callable[[int, int], None] = lambda count, left: None,
+    part: float = 1.0,
 ) -> Variant:
     """The best graph found for a step, and its plan. Raises BudgetError where no plan of any meets the budget.
 
-    `problem`: the step's memory under the budget; `problem_of`: that of another graph.
+    `problem`: the step's memory under the budget; `problem_of`: that of another graph. `progress` is called before each
+    plan with its number and how many may follow. `part`: of a step that stands for one of more layers, the
+    share of them that it has: what it saves counts so much more, and quick plans decide.
     """
-    found = _Search(step, problem, dials, problem_of)
+    found = _Search(step, problem, dials, problem_of, progress, part)
     found.climb()
+    if part == 1.0:
+        found.in_earnest()
     if found.best is None:
         raise min(found.refused, key=lambda error: (error.floor is None, error.floor))
     return found.best
@@ -86,8 +97,11 @@ class _Search:
         problem: Problem,
         dials: Sequence[Dial],
         problem_of: Callable[[StepGraph], Problem],
+        progress: Callable[[int, int], None],
+        part: float,
     ) -> None:
-        self._problem = problem
+        self._problem, self._part = problem, part
+        self._progress, self._count = progress, 0
         self._dials, self._problem_of = dials, problem_of
         self._talk = _talk(step)
         self._graphs: dict[tuple[int, ...], StepGraph] = {(): step}
@@ -106,7 +120,7 @@ class _Search:
         zero = tuple(0 for _ in self._dials)
         self._try(zero)
         if self.best is not None:
-            waits = self.best.plan.seconds - self._problem.seconds
+            waits = (self.best.plan.seconds - self._problem.seconds) / self._part
             self._plans = min(self._plans, int(REPAID * waits / (PRICE * self._problem.nodes)))
         else:
             self._try(tuple(dial.settings - 1 for dial in self._dials))
@@ -123,7 +137,6 @@ class _Search:
             before = self.best
             for at in ranked:
                 self._turn(at, 1)
-        self._in_earnest(zero)
 
     def _turn(self, at: int, width: int) -> None:
         """Try a dial's settings so far from the best one, on and on while that is better."""
@@ -136,19 +149,27 @@ class _Search:
                 if 0 <= setting < self._dials[at].settings:
                     self._try((*before.settings[:at], setting, *before.settings[at + 1 :]))
 
-    def _in_earnest(self, zero: tuple[int, ...]) -> None:
+    def in_earnest(self) -> None:
         """Plan the best graphs as well as it goes."""
+        if self.best is None:
+            return
         found = sorted(self._tried.values(), key=lambda variant: variant.plan.seconds)[:LAST]
-        planned = [
-            replace(variant, plan=choose(variant.problem, tries=0)) if variant.plan.stall else variant
-            for variant in found
-        ]
+        planned = []
+        for left, variant in zip(reversed(range(len(found))), found, strict=True):
+            self._step_on(left)
+            better = choose(variant.problem, tries=0) if variant.plan.stall else variant.plan
+            planned.append(replace(variant, plan=better))
         self.best = min(planned, key=lambda variant: variant.plan.seconds)
 
     def _done(self) -> bool:
         if self._plans <= 0:
             return True
         return self.best is not None and self.best.plan.seconds <= (1 + SMALL) * self._problem.seconds
+
+    def _step_on(self, left: int) -> None:
+        """Another plan is made, and `left` may follow."""
+        self._count += 1
+        self._progress(self._count, left)
 
     def _try(self, settings: tuple[int, ...]) -> None:
         if settings in self._seen:
@@ -162,12 +183,13 @@ class _Search:
         if self.best is not None and problem.seconds >= self.best.plan.seconds:
             return
         self._plans -= 1
+        self._step_on(max(self._plans, 0) + LAST)
         try:
-            plan = choose(problem, quick=True)
+            plan = choose(problem, quick=True, part=self._part)
         except BudgetError as error:
             self.refused.append(error)
             return
-        self._tried[settings] = found = Variant(settings, step, problem, plan)
+        self._tried[settings] = found = Variant(settings, step, problem, plan, bool(self.refused))
         if self.best is None or plan.seconds < self.best.plan.seconds * (1 - BETTER):
             self.best = found
 

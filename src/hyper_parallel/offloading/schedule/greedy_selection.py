@@ -82,7 +82,8 @@ _Links = list[tuple[int, Ints, Floats, Floats]]
 class Cover:
     """Chooses gaps for one problem; the slices serve all tastes."""
 
-    def __init__(self, problem: Problem, gaps: Gaps, budget: int) -> None:
+    def __init__(self, problem: Problem, gaps: Gaps, budget: int, rows: int = ROWS) -> None:
+        """`rows`: the most candidates."""
         starts = np.asarray(problem.starts)
         self._cuts = _cuts(starts)
         self._slices = m = self._cuts.size
@@ -95,7 +96,7 @@ class Cover:
         first = opens[gaps.after % n] + m * (gaps.after // n)
         final = opens[gaps.open % n] + m * (gaps.open // n)
         last = shuts[gaps.used % n] + m * (gaps.used // n)
-        large = np.argsort(-gaps.bytes, kind="stable")[:ROWS]
+        large = np.argsort(-gaps.bytes, kind="stable")[:rows]
         self._rows = np.sort(large[first[large] < last[large]])
         self._final, self._first, self._last = final, first, last
 

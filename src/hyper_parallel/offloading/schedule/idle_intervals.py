@@ -16,6 +16,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
+BLOCK = 256
+"""Nodes that share a list of the gaps that hold them."""
 
 # Live bytes at each node of a step that repeats, kept up to date (`trace.live_bytes` in incremental form).
 #
@@ -136,6 +138,21 @@ class Gaps:
         """`used` as a place of this step."""
         found: Ints = self.used % self.nodes
         return found
+
+    @cached_property
+    def _blocks(self) -> list[Ints]:
+        """For each `BLOCK` nodes in a row, the rows of the gaps that hold some of them."""
+        n, found = self.nodes, []
+        for first in range(0, n, BLOCK):
+            end = min(first + BLOCK, n)
+            here = (self.after < end) & (self.used > first)
+            # A gap that goes around the step's end holds nodes of the next step too.
+            found.append(np.flatnonzero(here | (self.used > n + first)))
+        return found
+
+    def near(self, node: int) -> Ints:
+        """Rows of all gaps that hold a node and of some that do not, ascending."""
+        return self._blocks[node // BLOCK]
 
     @cached_property
     def rows(self) -> dict[int, list[int]]:

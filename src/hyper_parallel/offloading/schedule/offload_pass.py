@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 from torch import fx
 
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.graph import Slot, StepGraph, balanced_sizes, ir, validate
+from hyper_parallel.graph import Slot, StepGraph, ir, validate
 from hyper_parallel.graph.capture_overrides import uncollected
-from hyper_parallel.graph.dynamic_sizes import largest_sizes, uncertain
+from hyper_parallel.graph.dynamic_sizes import uncertain
 from hyper_parallel.graph.host_nodes import is_update, slot_arguments, storages_of, tier_of
 from hyper_parallel.graph.ir import Rest, Value
 from hyper_parallel.graph.step_context import region_of
 from hyper_parallel.offloading.schedule.allowed_rewrites import ANY, Choices, changes
-from hyper_parallel.offloading.schedule.build_problem import build_problem
-from hyper_parallel.offloading.schedule.graph_search import Variant, search
-from hyper_parallel.offloading.schedule.host_update_pass import on_host
+from hyper_parallel.offloading.schedule.equal_graphs import EqualGraphs, Settings
+from hyper_parallel.offloading.schedule.planning_progress import PlanningProgress
 from hyper_parallel.offloading.schedule.problem import (
     FETCH,
     LEAVE,
@@ -35,7 +33,6 @@ from hyper_parallel.offloading.schedule.problem import (
     replay,
 )
 from hyper_parallel.offloading.schedule.slot_allocator import Places, SlotAllocator
-from hyper_parallel.offloading.schedule.solve import choose
 from hyper_parallel.trace import pattern
 from hyper_parallel.units import format_bytes, format_duration
 
@@ -89,19 +86,25 @@ def planned(
     number: int = 0,
     load: float = 1.0,
     choices: Choices = ANY,
+    show: Callable[[str], None] | None = None,
 ) -> Planned:
     """The step with the moves that keep it within `budget` bytes, and with the changes that make it quicker. `shelves`:
     the slots of the plans that the spaces hold already, whose state is this one's too; `number`: by which these know
-    this plan. `load`: how many times their even share of the rows a rank's experts get at most.
+    this plan. `load`: how many times their even share of the rows a rank's experts get at most. `show`: is given lines
+    about the progress of what takes long.
 
     Raises BudgetError where no plan does.
     """
     before = shelves or SlotAllocator.of(space.name for space in spaces)
+    progress = PlanningProgress(show)
     captured: Problem | None = None
+    settings: Settings | None = None
     left = spaces
     for attempt in range(_TRIES):
-        first, found = _chosen(step, cluster, budget, left, load, choices)
-        captured = captured or first
+        graphs = EqualGraphs(step, cluster, budget, left, load, choices)
+        captured = captured or graphs.captured
+        settings = settings or graphs.settings_of_few_layers(progress)
+        found = (settings and graphs.turned(settings)) or graphs.best(progress)
         graph, problem, plan = found.step, found.problem, found.plan
         moved = apply(graph, problem, plan.moves, before.next, before.numbers(graph))
         after = before.holding(number, moved)
@@ -126,30 +129,6 @@ def planned(
     )
 
 
-def _chosen(
-    step: StepGraph,
-    cluster: Cluster,
-    budget: int,
-    spaces: tuple[OffloadTier, ...],
-    load: float,
-    choices: Choices,
-) -> tuple[Problem, Variant]:
-    """The step's memory as it was given, and the best graph for it. Raises BudgetError where none meets the budget."""
-    sizes, largest = balanced_sizes(step), largest_sizes(step, load)
-
-    @cache
-    def memory(graph: StepGraph) -> Problem:
-        return build_problem(graph, cluster, budget, spaces, sizes, largest)
-
-    captured = memory(step)
-    begun = on_host(step, spaces) if choices.update == "host" else step
-    dials = choices.dials(step, cluster, spaces, memory, sizes)
-    found = search(begun, captured if begun is step else memory(begun), dials, memory)
-    validate(step, found.step)
-    # The search tries many graphs and looks at each a little; what it has found is worth a longer look.
-    return captured, replace(found, plan=choose(found.problem)) if found.plan.stall else found
-
-
 @dataclass
 class Offload:
     """`planned` as a pass, which keeps what it found. Fields are the arguments of `planned`."""
@@ -161,6 +140,7 @@ class Offload:
     shelves: SlotAllocator | None = None
     number: int = 0
     load: float = 1.0
+    show: Callable[[str], None] | None = None
     found: list[Planned] = field(default_factory=list)
     """What came of the steps that it was given."""
 
@@ -178,6 +158,7 @@ class Offload:
             self.number,
             self.load,
             self.choices,
+            self.show,
         )
         self.found.append(found)
         return found.step

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hyper_parallel.offloading.schedule.idle_intervals import Chosen, Floats, Gaps, Ints
+from hyper_parallel.offloading.schedule.idle_intervals import Chosen, Flags, Floats, Gaps, Ints
 from hyper_parallel.offloading.schedule.problem import Problem
 from hyper_parallel.offloading.schedule.transfer_layout import Layout, Times
 from hyper_parallel.simulator.host_queue import QueueClock
@@ -124,43 +124,72 @@ def _fetches(gaps: Gaps, chosen: Chosen, times: Times) -> Floats:
 
 def repair(layout: Layout, times: Times, stored: Floats) -> bool:
     """Bring every node under the budget; False where the spaces have no room for what would have to leave."""
-    gaps, n = layout.gaps, layout.gaps.nodes
-    closed = np.zeros(len(gaps), dtype=bool)
-    node = 0
+    n, node = layout.gaps.nodes, 0
+    closed = np.zeros(len(layout.gaps), dtype=bool)
     while True:
         node = layout.live.first_over(node, n, layout.budget)
         if node >= n:
             return True
-        ends = np.flatnonzero(layout.live.at[node:] <= layout.budget)
-        until = int(ends[0]) if ends.size else n - node
-        at = np.where(gaps.after <= node, node, node + n)
-        at = np.where(at < gaps.used, at, node + n)
-        inside = (gaps.after <= at) & (at < gaps.used) & ~closed
-        flags = layout.chosen.flags
-        late = inside & flags & (at < layout.leave)
-        early = inside & flags & (at >= layout.fetch)
-        rows = np.flatnonzero(late | early | (inside & ~flags))
-        if not rows.size:
-            return False
-        place = at[rows]
-        back = np.minimum(place + until, gaps.used[rows])
-        space = layout.chosen.space[rows]
-        out, come = gaps.out[space, rows], gaps.back[space, rows]
-        lateness = np.maximum(0.0, times.arrives[back] + come - times.starts[gaps.used[rows]])
-        sooner = np.maximum(0.0, stored[rows] - times.starts[place])
-        fresh = np.maximum(0.0, out - (times.starts[place] - times.comes(gaps.open[rows])))
+        ways = _Ways(layout, times, stored, closed, node)
+        while layout.live.at[node] > layout.budget:
+            if not ways.take(closed):
+                return False
+
+
+class _Ways:
+    """Ways in which gaps at a node could have their storage away there. None comes twice, as taking one settles it."""
+
+    def __init__(self, layout: Layout, times: Times, stored: Floats, closed: Flags, node: int) -> None:
+        gaps, n = layout.gaps, layout.gaps.nodes
+        self._layout, self._times, self._node = layout, times, node
+        near = gaps.near(node)
+        after, used = gaps.after[near], gaps.used[near]
+        at = np.where(after <= node, node, node + n)
+        at = np.where(at < used, at, node + n)
+        inside = (after <= at) & (at < used) & ~closed[near]
+        chosen = layout.chosen.flags[near]
+        late = inside & chosen & (at < layout.leave[near])
+        early = inside & chosen & (at >= layout.fetch[near])
+        some = np.flatnonzero(late | early | (inside & ~chosen))
+        self._rows, self._place, self._late, self._early = near[some], at[some], late[some], early[some]
+        rows, space = self._rows, layout.chosen.space[self._rows]
+        self._used, self._sizes = gaps.used[rows], gaps.bytes[rows]
+        out, self._come = gaps.out[space, rows], gaps.back[space, rows]
+        self._due = times.starts[self._used]
+        self._sooner = np.maximum(0.0, stored[rows] - times.starts[self._place])
+        fresh = np.maximum(0.0, out - (times.starts[self._place] - times.comes(gaps.open[rows])))
         # Traffic counts too where nobody waits for it now.
-        wait = np.where(late[rows], sooner, np.where(early[rows], lateness, fresh + lateness + out + come))
+        self._fresh = (fresh, out)
+        self._until = n - node + 1
+        """How many nodes exceed from here on; more than there are before the first way is taken."""
+        self._left = np.ones(rows.size, dtype=bool)
+
+    def take(self, closed: Flags) -> bool:
+        """Take the way with the least waiting for its bytes; False where none is left."""
+        if not self._left.any():
+            return False
+        layout, node = self._layout, self._node
+        under = layout.live.at[node : node + self._until] <= layout.budget
+        until = int(under.argmax()) if under.any() else under.size
+        if until != self._until:
+            self._until, self._back = until, np.minimum(self._place + until, self._used)
+            lateness = np.maximum(0.0, self._times.arrives[self._back] + self._come - self._due)
+            fresh, out = self._fresh
+            joined = fresh + lateness + out + self._come
+            self._wait = np.where(self._late, self._sooner, np.where(self._early, lateness, joined))
         needed = float(layout.live.at[node] - layout.budget)
-        price = wait / np.minimum(gaps.bytes[rows], needed)
-        best = int(np.lexsort((place - gaps.used[rows], price))[0])
-        row = int(rows[best])
-        if late[row]:
-            layout.leave_at(row, int(place[best]))
-        elif early[row]:
-            layout.fetch_at(row, int(back[best]))
-        elif not layout.join(row, int(place[best]), int(back[best])):
+        price = np.where(self._left, self._wait / np.minimum(self._sizes, needed), np.inf)
+        ties = np.flatnonzero(price == price.min())
+        best = int(ties[(self._place[ties] - self._used[ties]).argmin()])
+        self._left[best] = False
+        row, place, back = int(self._rows[best]), int(self._place[best]), int(self._back[best])
+        if self._late[best]:
+            layout.leave_at(row, place)
+        elif self._early[best]:
+            layout.fetch_at(row, back)
+        elif not layout.join(row, place, back):
             closed[row] = True
+        return True
 
 
 def prune(layout: Layout) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hyper_parallel.errors import BudgetError
-from hyper_parallel.offloading.schedule.greedy_selection import Cover, HeuristicWeights
+from hyper_parallel.offloading.schedule.greedy_selection import ROWS, Cover, HeuristicWeights
 from hyper_parallel.offloading.schedule.idle_intervals import Chosen, Gaps, Ints, gaps_of
 from hyper_parallel.offloading.schedule.placement import advance, delay, edf_schedule, guess, prune, repair
 from hyper_parallel.offloading.schedule.problem import Move, Plan, Problem, Replayed, replay
@@ -50,11 +50,12 @@ HIDDEN = 1e-9
 """Of a step's seconds: less stall than this is none."""
 
 
-def choose(problem: Problem, *, tries: int = TRIES, quick: bool = False) -> Plan:
+def choose(problem: Problem, *, tries: int = TRIES, quick: bool = False, part: float = 1.0) -> Plan:
     """The quickest plan found that never holds more than `problem.budget` bytes.
 
     `tries`: the most attempts to improve it. `quick`: choose gaps by one setting of the heuristic only, for a search
-    that compares many problems; it takes about a third of the time, and its plans are some percent slower. Raises
+    that compares many problems; it takes about a third of the time, and its plans are some percent slower. `part`: of
+    a step that stands for one of more layers, the share of them that it has: so many fewer gaps are candidates. Raises
     BudgetError with the least budget where this planner has no plan within it.
     """
     base = np.array(problem.profile(), dtype=np.int64)
@@ -67,7 +68,7 @@ def choose(problem: Problem, *, tries: int = TRIES, quick: bool = False) -> Plan
         raise no_room(problem)
     if peak <= problem.budget and not problem.updates:
         return Plan((), peak, replay(problem, ()).seconds, 0.0, floor.bytes, working_set)
-    best = _Planner(problem, gaps, base, 0 if quick else tries, quick).plan(floor.chosen)
+    best = _Planner(problem, gaps, base, 0 if quick else tries, quick, int(ROWS * part)).plan(floor.chosen)
     live = max(problem.profile(best.moves))
     assert live <= problem.budget
     return Plan(best.moves, live, best.replayed.seconds, best.replayed.stall, floor.bytes, working_set)
@@ -89,9 +90,9 @@ class _Found:
 
 
 class _Planner:
-    def __init__(self, problem: Problem, gaps: Gaps, base: Ints, tries: int, quick: bool) -> None:
+    def __init__(self, problem: Problem, gaps: Gaps, base: Ints, tries: int, quick: bool, rows: int) -> None:
         self._problem, self._gaps, self._base, self._tries = problem, gaps, base, tries
-        self._quick = quick
+        self._quick, self._rows = quick, rows
         self._idle = replace(gaps, open=gaps.after)
         """As if no store could begin before its storage is idle."""
         self._hidden = HIDDEN * problem.seconds
@@ -139,7 +140,7 @@ class _Planner:
     def _candidates(self) -> Iterator[_Found]:
         choices = 0
         if self._quick:
-            covered = Cover(self._problem, self._gaps, self._problem.budget).choose(
+            covered = Cover(self._problem, self._gaps, self._problem.budget, self._rows).choose(
                 QUICK, Chosen(self._problem, self._gaps)
             )
             times = Times.stalled(self._problem, covered.stalls)
@@ -147,7 +148,7 @@ class _Planner:
                 yield from self._refined(covered.chosen, times, ROUNDS - 1, gaps)
             return
         for gaps, most in ((self._gaps, CHOICES), (self._idle, FEW * len(TASTES))):
-            cover = Cover(self._problem, gaps, self._problem.budget)
+            cover = Cover(self._problem, gaps, self._problem.budget, self._rows)
             for taste in TASTES:
                 if choices > most:
                     return
@@ -238,13 +239,18 @@ def _sweep(problem: Problem, gaps: Gaps, base: Ints, budget: int) -> Layout | No
         node = layout.live.first_over(node, n, budget)
         if node >= n:
             return layout
-        at = np.where(gaps.after <= node, node, node + n)
-        rows = np.flatnonzero(open_ & (gaps.after <= at) & (at < gaps.used))
-        if not rows.size:
+        near = gaps.near(node)
+        at = np.where(gaps.after[near] <= node, node, node + n)
+        inside = np.flatnonzero(open_[near] & (gaps.after[near] <= at) & (at < gaps.used[near]))
+        rows, at = near[inside], at[inside]
+        order = np.lexsort((rows, -gaps.bytes[rows], at - gaps.used[rows]))
+        for row in rows[order].tolist():
+            open_[row] = False
+            layout.join(row, int(gaps.after[row]), int(gaps.used[row]))
+            if layout.live.at[node] <= budget:
+                break
+        else:
             return None
-        row = int(rows[np.lexsort((rows, -gaps.bytes[rows], at[rows] - gaps.used[rows]))[0]])
-        open_[row] = False
-        layout.join(row, int(gaps.after[row]), int(gaps.used[row]))
 
 
 def refusal(problem: Problem, floor: int) -> BudgetError:
