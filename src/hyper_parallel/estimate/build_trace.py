@@ -18,7 +18,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,7 +142,9 @@ def captured_step(
 ) -> StepGraph:
     """The graph of a rank's step of so many micro-batches after its passes. `model` is not changed."""
     with fake_ranks(strategy.axes.world, rank):
-        step = of_micro_batch(model, config, strategy, partial(capture_one, micro_batches=micro_batches))
+        step = of_micro_batch(
+            model, config, strategy, lambda recipe, shape: capture_one(recipe, shape, micro_batches)
+        )
         say(f"{sum(1 for _ in step.nodes):,} nodes captured")
         if any(one.provides & ACROSS_LAYERS for one in passes):
             say(f"rewriting it: {', '.join(one.name for one in passes)}")
