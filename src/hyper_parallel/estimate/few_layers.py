@@ -32,7 +32,7 @@ from hyper_parallel.config import RunConfig
 from hyper_parallel.estimate.build_trace import of_micro_batch
 from hyper_parallel.estimate.predict import collective_algorithm, prices_views
 from hyper_parallel.estimate.prediction import count_micro_batches, model_of
-from hyper_parallel.estimate.repeat_jobs import LayerRun, jobs_of_all
+from hyper_parallel.estimate.repeat_jobs import CAPTURED, LayerRun, jobs_of_all
 from hyper_parallel.estimate.repeat_ops import Unlike
 from hyper_parallel.graph import StepGraph, balanced_sizes, rewritten
 from hyper_parallel.graph.accumulate import Accumulation
@@ -44,6 +44,7 @@ from hyper_parallel.graph.step_context import current_step, region_of
 from hyper_parallel.offloading.pass_pipeline import passes
 from hyper_parallel.overlap.collective_order import order_pass
 from hyper_parallel.overlap.jobs import Prices
+from hyper_parallel.overlap.list_scheduling import replayed
 from hyper_parallel.overlap.order_search import OrderSearch, Overlap, Room, Tried
 from hyper_parallel.shard.layer_kinds import layers_in
 from hyper_parallel.shard.plan import make_plan
@@ -64,6 +65,8 @@ MANY = 16
 """Layers above which a step is predicted from few."""
 RUNS = 3, 4
 """Of the body of the loop over micro-batches: how often it runs in the two steps that are simulated."""
+AS_WRITTEN = Tried(buckets=False, together=1, window=0.0, seconds=0.0, bytes=0)
+"""The order of the model's code, as `OrderSearch.jobs` is asked for it."""
 _PAYS = 0.999
 """Of the time of a step as it is written, what an order must leave at most."""
 
@@ -130,7 +133,10 @@ def _predicted(
     mixed = 0 < again < total
     captured = partial(_FewLayerStep.of, run, cluster, graphs)
     ends = sorted({front, again, total} - {0})
-    runs = [LayerRun(end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+    # `overlap.order_search` has a short step of so many layers: the first ones of all, and the last.
+    short = graphs.least + SHORT
+    most_captured = CAPTURED if mixed else short - front
+    runs = [LayerRun.of(end - begin, most_captured) for begin, end in zip([0, *ends], ends, strict=False)]
     few = sum(one.captured for one in runs)
     few_again = sum(one.captured for one, end in zip(runs, ends, strict=True) if end <= again)
     most = 2 * again >= total
@@ -151,21 +157,22 @@ def _predicted(
     written, resident = summed([step.written for step in steps]), summed([step.resident for step in steps])
     queues = {name for step in steps for name in step.queues}
     least = max(summed([step.queues.get(name, 0.0) for step in steps]) for name in queues)
+    order = order_pass(strategy, cluster, "cpu")
+    search = whole.search(order) if isinstance(order, Overlap) else None
+    if mixed and search is not None:
+        written = _written(search, resident, runs) or written
     capacity = cluster.device.memory.bytes / cluster.device.memory.ranks
     if least >= quickest or (limit is not None and written > limit):
         return FewLayers(None, written, written <= (limit or capacity), least, {}, None)
     progress("ordering and simulating them")
-    order = order_pass(strategy, cluster, "cpu")
     held: float | None = None
     tried: Tried | None = None
-    if isinstance(order, Overlap):
+    if isinstance(order, Overlap) and search is not None:
         everything = _Rest(max(capacity, written), written, resident)
-        # `overlap.order_search` has a short step of so many layers: the first ones of all, and the last.
-        short = graphs.least + SHORT
         trial = captured(short, sum(layer < again for layer in graphs.layers(short))) if mixed else whole
-        search = trial.search(order)
-        search.room = everything.room(trial)
-        tried, held = _chosen(search, whole.search(order), everything, runs)
+        trials = trial.search(order) if mixed else search
+        trials.room = everything.room(trial)
+        tried, held = _chosen(trials, search, everything, runs)
     timed = []
     for step in steps:
         body = step.body
@@ -289,6 +296,14 @@ class _FewLayerStep:
         classes = dict.fromkeys(range(strategy.axes.world), "all")
         trace = Trace({"all": one.ops}, classes, {"all": one.resident}, 0.0)
         return simulate(trace, self.cluster, algorithm=collective_algorithm(strategy))
+
+
+def _written(whole: OrderSearch, resident: float, runs: Sequence[LayerRun]) -> float | None:
+    """Bytes that all layers hold at most in the order of the model's code; None where their jobs are not known."""
+    try:
+        return replayed(jobs_of_all(whole.jobs(AS_WRITTEN), runs).jobs).bytes + resident
+    except Unlike:
+        return None
 
 
 def _chosen(

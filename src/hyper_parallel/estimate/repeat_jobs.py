@@ -28,11 +28,13 @@ class LayerRun:
     """Neighbouring layers of one kind."""
 
     total: int
+    captured: int
+    """Layers that are captured."""
 
-    @property
-    def captured(self) -> int:
-        """Layers that are captured."""
-        return min(self.total, CAPTURED)
+    @classmethod
+    def of(cls, total: int, captured: int = CAPTURED) -> LayerRun:
+        """So many layers, of which so many are captured at most."""
+        return cls(total, min(total, captured))
 
 
 def jobs_of_all(few: Jobs, runs: Sequence[LayerRun]) -> Jobs:
