@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
+from hyper_parallel.compat.fake_tensors import fake_ranks
 from hyper_parallel.estimate import few_layers, predict_run
+from hyper_parallel.estimate.build_trace import of_micro_batch
+from hyper_parallel.estimate.prediction import model_of
+from hyper_parallel.estimate.repeat_jobs import LayerRun, jobs_of_all
+from hyper_parallel.overlap.list_scheduling import arrange, replayed
+from hyper_parallel.overlap.order_search import Overlap, Tried
+from hyper_parallel.step.capture_train_step import capture_few
 
 LAYERS = 14
 
@@ -83,3 +91,32 @@ def test_what_holds_too_much_or_takes_too_long_is_not_ordered(monkeypatch: pytes
 def test_steps_of_few_layers_are_predicted_whole() -> None:
     cluster = Cluster.named("h100x8").for_workers(8)
     assert few_layers.predict_few_layers(_run(), cluster, None, lambda _: None) is None
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+@pytest.mark.parametrize("again", [0, 4], ids=["kept", "4 again"])
+def test_repeated_jobs_are_those_of_all_layers(buckets: bool, again: int) -> None:
+    """From 6 layers of a kind to 9, to the byte and the second, as the code is written and arranged."""
+    run, cluster = _run(), Cluster.named("h100x8").for_workers(8)
+    with fake_ranks(8, 0):
+        graphs = of_micro_batch(
+            model_of(run, []), run, run.effective_strategy, partial(capture_few, micro_batches=2)
+        )
+    assert graphs is not None
+    runs = [LayerRun(9, 6)] if not again else [LayerRun(again, again), LayerRun(9, 6)]
+    order = Overlap(cluster)
+    tried = Tried(buckets=buckets, together=1, window=1e-2, seconds=0.0, bytes=0)
+    few, every = (
+        few_layers._FewLayerStep.of(run, cluster, graphs, layers, again).search(order).jobs(tried)
+        for layers in (sum(one.captured for one in runs), sum(one.total for one in runs))
+    )
+    made, jobs = jobs_of_all(few, runs).jobs, every.jobs
+    assert [len(one.uses) for one in made] == [len(one.uses) for one in jobs]
+    for ours, theirs in (
+        (replayed(made), replayed(jobs)),
+        (arrange(made, window=1e-2), arrange(jobs, window=1e-2)),
+    ):
+        assert ours.order == theirs.order
+        assert ours.bytes == theirs.bytes
+        # The norm of all gradients reads a number more for each of them.
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-6)

@@ -7,7 +7,7 @@ on what is busy then. Therefore all jobs are arranged (`overlap.list_scheduling`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from hyper_parallel.estimate.repeat_ops import Loop, Tag, repeat
@@ -50,9 +50,16 @@ def jobs_of_all(few: Jobs, runs: Sequence[LayerRun]) -> Jobs:
     for run in runs:
         if run.total > run.captured:
             loop = Loop(first + MIDDLE, run.total - run.captured + 1)
-            made = repeat(_ops(jobs, names, tags), tags, (), loop)
+            shared = {
+                storage
+                for job, tag in zip(jobs, tags, strict=True)
+                if tag is None
+                for storage, _ in job.makes
+            }
+            made = repeat(_ops(jobs, names, tags, shared), tags, (), loop)
             jobs = [
-                _job(op, jobs[origin], made.origin) for op, origin in zip(made.ops, made.origin, strict=True)
+                _job(op, jobs[origin], tags[origin], made.origin, shared)
+                for op, origin in zip(made.ops, made.origin, strict=True)
             ]
             names, tags = [names[at] for at in made.origin], [tags[at] for at in made.origin]
         first += run.captured
@@ -64,9 +71,10 @@ def _layer(name: str) -> Tag:
     return int(number) if number.isdecimal() else None
 
 
-def _ops(jobs: Sequence[Job], names: Sequence[tuple[str, str]], tags: Sequence[Tag]) -> list[Op]:
-    """Jobs as ops, which free what they use: what is outside of all layers stays with whoever uses it (`_job`)."""
-    shared = {storage for job, tag in zip(jobs, tags, strict=True) if tag is None for storage, _ in job.makes}
+def _ops(
+    jobs: Sequence[Job], names: Sequence[tuple[str, str]], tags: Sequence[Tag], shared: Set[int]
+) -> list[Op]:
+    """Jobs as ops, which free what they use; but for what layers use of outside (`shared`), which all copies use."""
     return [
         Op(
             at,
@@ -81,9 +89,8 @@ def _ops(jobs: Sequence[Job], names: Sequence[tuple[str, str]], tags: Sequence[T
     ]
 
 
-def _job(op: Op, like: Job, origin: Sequence[int]) -> Job:
-    known = set(op.frees)
-    kept = tuple(one for one in like.uses if one not in known) if len(op.frees) < len(like.uses) else ()
+def _job(op: Op, like: Job, tag: Tag, origin: Sequence[int], shared: Set[int]) -> Job:
+    outside = () if tag is None else tuple(one for one in like.uses if one in shared)
     waits = None
     if like.waits is not None:
         waits = next(other for other in op.after if origin[other] == like.waits)
@@ -93,6 +100,6 @@ def _job(op: Op, like: Job, origin: Sequence[int]) -> Job:
         op.after,
         waits,
         tuple((held.storage, held.bytes) for held in op.allocates),
-        (*op.frees, *kept),
+        (*op.frees, *outside),
         like.lane,
     )
