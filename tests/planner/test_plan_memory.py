@@ -131,11 +131,15 @@ def test_a_tied_head_is_held_once_on_one_device_and_on_both_ends_of_a_pipeline()
 
 def test_tensor_and_sequence_parallel_split_activations() -> None:
     plain = memory(table())["activations"] - 128 * 2 * 64
-    tensor = memory(table(tensor_y=2))["activations"] - 128 * 2 * 64
+    tensor = memory(table(tensor_x=2))["activations"] - 128 * 2 * 64
     both = memory(table(tensor_y=2, sequence_parallel=1))["activations"] - 128 * 64
     outside = 128 * 4 * 8 * 64
     assert tensor == outside + (plain - outside) / 2
     assert both == plain / 2
+    two = memory(table(tensor_x=2, tensor_y=2))["activations"]
+    assert two == memory(table(tensor_x=4, sequence_parallel=1))["activations"], (
+        "two axes split what lies outside"
+    )
     kept = memory(table(tensor_y=2, sequence_parallel=1).replaced(regathers=0))["activations"]
     again = memory(table(tensor_y=2, sequence_parallel=1))["activations"]
     assert kept - again == 128 * 4 * 2 * 64, "the inputs of two products, in place of their halves"

@@ -9,8 +9,11 @@ columns of the profile (`Profile.products_ratio` and those below it), by which t
 |---|---|
 | products, attention | seconds of the layers' operators of that kind |
 | elementwise | how the seconds of the layers' other operators grow with the tokens |
-| weight traffic | what they take at no tokens: casts and copies of gathered weights and of gradients |
+| unsplit | the share of these that remains on each rank when a tensor axis of two is captured too |
+| kernel seconds | what the number of these operators costs, whatever their size |
+| weight traffic | what they take besides at no tokens: casts and copies of gathered weights and of gradients |
 | head | seconds of everything in the loss |
+| head squared | the share of these that falls with the square of the tensor axes: fewer, smaller chunks of logits |
 | saved | how the bytes grow with the tokens that the forward pass leaves for the backward pass |
 """
 
@@ -24,6 +27,7 @@ from typing import Any
 from hyper_parallel import config
 from hyper_parallel.cluster import Cluster
 from hyper_parallel.config import RunConfig
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.estimate.build_trace import trace_of
 from hyper_parallel.estimate.predict import prices_views
 from hyper_parallel.estimate.prediction import model_of
@@ -58,6 +62,8 @@ class _Measured:
     other: float
     head: float
     """Seconds of the loss."""
+    launches: float
+    """Of `other`: what kernels cost whatever their size."""
     activations: float
     """Bytes that the forward pass leaves for the backward pass."""
 
@@ -71,28 +77,53 @@ def engine_profile(
     ranks = min(RANKS, question.devices)
     say("capturing a few layers, to price them as train runs them")
     at_long, plain = _measured(question, model, long, ranks)
-    other, head, traffic = at_long.other, at_long.head, 0.0
+    other, head, traffic = at_long.other - at_long.launches, at_long.head, 0.0
     counted, saved = plain.parts, 1.0
     if short >= SHORTEST:
         at_short, plain_short = _measured(question, model, short, ranks)
-        # What does not grow with the tokens is of the weights.
+        # What does not grow with the tokens is of the weights, or of the number of kernels.
         other, head = (2 * (getattr(at_long, one) - getattr(at_short, one)) for one in ("other", "head"))
-        traffic = max(at_long.other + at_long.head - other - head, 0.0)
+        traffic = max(at_long.other + at_long.head - other - head - at_long.launches, 0.0)
         counted = {name: 2 * (counted[name] - plain_short.parts[name]) for name in counted}
         grown = plain.memory["activations"] - plain_short.memory["activations"]
         saved = _ratio(at_long.activations - at_short.activations, grown)
     row, weights = plain.row, held(plain.row)
     elements = row.layers * weights.all() + weights.embedding
     bandwidth = row.hbm * constants_for(question.profile, question.cluster).memory
+    unsplit, squared = _split(question, model, ranks, other, traffic, at_long.head)
     return replace(
         question.profile,
         products_ratio=at_long.products / plain.parts["products"],
         attention_ratio=_ratio(at_long.attention, plain.parts["attention"]),
         elementwise_ratio=_ratio(other, counted["elementwise"]),
+        kernel_seconds=at_long.launches / (question.workload.shape.layers * MICRO_BATCHES),
         head_ratio=_ratio(head, counted["head"]),
         saved_ratio=saved,
         weight_traffic=float((traffic * bandwidth / elements)[0]) / MICRO_BATCHES,
+        unsplit=unsplit,
+        head_squared=squared,
     )
+
+
+def _split(
+    question: Question, model: Mapping[str, Any] | None, ranks: int, other: float, traffic: float, head: float
+) -> tuple[float, float]:
+    """`Profile.unsplit` and `Profile.head_squared`, of the layers' operators, their traffic and the head without a
+    tensor axis; 0 where the model cannot be split over one of two, or the question has none.
+
+    Of two ranks each has (1 + unsplit) / 2 of `other`, and (1 - squared) / 2 + squared / 4 of `head`.
+    """
+    if ranks < 2 or min(other, head) <= 0:
+        return 0.0, 0.0
+    if all(question.fix.get(axis) == 1 for axis in ("tensor_x", "tensor_y")):
+        return 0.0, 0.0
+    try:
+        split, _ = _measured(question, model, question.workload.sequence, ranks, tensor=2)
+    except HyperParallelError:
+        return 0.0, 0.0
+    unsplit = 2 * (split.other - split.launches - traffic / 2) / other - 1
+    squared = 2 - 4 * split.head / head
+    return min(max(unsplit, 0.0), 1.0), min(max(squared, 0.0), 1.0)
 
 
 def _ratio(captured: float, counted: float) -> float:
@@ -101,12 +132,13 @@ def _ratio(captured: float, counted: float) -> float:
 
 
 def _measured(
-    question: Question, model: Mapping[str, Any] | None, sequence: int, ranks: int
+    question: Question, model: Mapping[str, Any] | None, sequence: int, ranks: int, tensor: int = 1
 ) -> tuple[_Measured, Figures]:
-    """A step with one sequence in a micro-batch on each rank, captured and priced; and the closed forms of it."""
+    """A step with one sequence in a micro-batch, captured and priced; and the closed forms of it."""
+    shards = ranks // tensor
     work = replace(
         question.workload,
-        batch=ranks * MICRO_BATCHES,
+        batch=shards * MICRO_BATCHES,
         sequence=sequence,
         # Of what `train` has: fewer bits, and modules of more tokens, are counted by the closed forms alone.
         precision="fp32" if question.workload.precision == "fp32" else "bf16",
@@ -114,7 +146,11 @@ def _measured(
     )
     asked = replace(question, workload=work, devices=ranks, fix={}, top=1)
     table = Table.of(work, question.cluster, question.profile, devices=float(ranks)).replaced(
-        shard=float(ranks), zero=3.0 if ranks > 1 else 0.0, recomputed=1.0
+        shard=float(shards),
+        tensor_x=float(tensor),
+        sequence_parallel=float(tensor > 1),
+        zero=3.0 if shards > 1 else 0.0,
+        recomputed=1.0,
     )
     plain = figures(table, estimate(table, constants_for(question.profile, question.cluster)))[0]
     run = config.from_dict(planned_run_file(plain, asked, model).data, source="the planned file")
@@ -135,13 +171,21 @@ def _priced(run: RunConfig, cluster: Cluster) -> _Measured:
             passes_of=lambda strategy: passes(strategy, cluster, ordered=False),
         )
     seconds: defaultdict[str, float] = defaultdict(float)
+    launches = 0.0
     for op in trace.ops["all"]:
         if op.work is None or op.phase not in ("forward", "loss", "backward"):
             continue
         kind = op.work.kind if op.work.kind in ("matmul", "attention") else "other"
         seconds["head" if op.phase == "loss" else kind] += cluster.device.seconds(op.work)
+        if kind == "other" and op.phase != "loss":
+            launches += cluster.device.launch_seconds(op.work)
     return _Measured(
-        seconds["matmul"], seconds["attention"], seconds["other"], seconds["head"], _saved(trace.ops["all"])
+        seconds["matmul"],
+        seconds["attention"],
+        seconds["other"],
+        seconds["head"],
+        launches,
+        _saved(trace.ops["all"]),
     )
 
 

@@ -315,7 +315,16 @@ class Profile:
     the model that is asked for (`planner.captured_costs`)."""
     attention_ratio: float = 1.0
     elementwise_ratio: float = 1.0
+    unsplit: float = 0.0
+    """Of the seconds of elementwise operators without tensor axes, the share that these do not split: sums of gradients
+    of what several products read, among others."""
+    kernel_seconds: float = 0.0
+    """Of the kernels of a layer's elementwise operators, forward and backward: what their number costs the device,
+    whatever their size."""
     head_ratio: float = 1.0
+    head_squared: float = 0.0
+    """Of the seconds of the head without tensor axes, the share that falls with the square of these: there are fewer
+    chunks of logits, each of them smaller."""
     saved_ratio: float = 1.0
     """Bytes that a layer keeps of a token to those of the closed forms."""
     weight_traffic: float = 0.0

@@ -15,10 +15,10 @@ head's size, a and k heads of queries and of keys, e = features of an MLP, and P
     ... unfused    b e / P                the gate's activation
     experts        (c h + (2 b + c) e) chosen / P + 8 E       of each chosen expert; the router's scores and shares
 
-o is 1/P with sequence parallelism, else 1. g is o where a product gathers its input again for its gradient
-(`regathers`; 2205.05198, section 4.2.2), else 1: it keeps the gathered one; the mean of both where it is not known.
-Latent attention (arXiv 2405.04434, section 2.1) keeps its latents, which no tensor axis splits, and whole queries,
-keys and values; where their parts are not put together by one kernel, these too. Another token mixer keeps
+o is 1/P with sequence parallelism or two tensor axes, else 1. g is o where a product gathers its input again for its
+gradient (`regathers`; 2205.05198, section 4.2.2), else 1: it keeps the gathered one; the mean of both where it is not
+known. Latent attention (arXiv 2405.04434, section 2.1) keeps its latents, which no tensor axis splits, and whole
+queries, keys and values; where their parts are not put together by one kernel, these too. Another token mixer keeps
 `Mixer.saved`, and its result as the input of its last product. Where the model is frozen, the input of a product is
 kept only for an adapter. Selective recompute forgets the scores; full recompute all but the layer's input, and has
 one layer at a time.
@@ -41,6 +41,7 @@ from hyper_parallel.planner.cost_model.dims import (
     expert_width,
     mixing,
     product_bytes,
+    split_outside,
 )
 from hyper_parallel.planner.table import Array, Table
 
@@ -63,7 +64,7 @@ def saved_activations(t: Table) -> SavedActivations:
     """Bytes that a layer keeps for each token of a micro-batch."""
     ranks = t.tensor_x * t.tensor_y
     size, narrow = element_bytes(t), product_bytes(t)
-    outside = np.where(t.sequence_parallel > 0, 1 / ranks, 1.0)
+    outside = np.where(split_outside(t), 1 / ranks, 1.0)
     gathered = t.regathers * outside + (1 - t.regathers)
     first, second = _input_kept(t, t.adapted_attention), _input_kept(t, t.adapted_mlp)
     mixes, feeds = attending(t) + mixing(t), np.where(t.experts > 0, 1.0, t.mlp_layers / t.layers)
@@ -150,7 +151,7 @@ def _input_kept(t: Table, adapted: Array) -> Array:
 def put_off_activations(t: Table) -> tuple[Array, Array]:
     """Bytes of a token that a layer without experts, and one with, holds for the gradients of its weights alone."""
     ranks, size = t.tensor_x * t.tensor_y, element_bytes(t)
-    outside = np.where(t.sequence_parallel > 0, 1 / ranks, 1.0)
+    outside = np.where(split_outside(t), 1 / ranks, 1.0)
     gathered = t.regathers * outside + (1 - t.regathers)
     # Of attention queries, keys, values and the result, or their gradients; of two norms what comes in and goes back.
     plain = _attention(t, ranks) + 4 * size * t.hidden * (gathered + outside)

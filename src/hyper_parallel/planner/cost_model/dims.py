@@ -28,6 +28,11 @@ def element_bytes(t: Table) -> Array:
     return np.where(t.precision == PRECISIONS.index("fp32"), 4.0, 2.0)
 
 
+def split_outside(t: Table) -> npt.NDArray[np.bool_]:
+    """Where tensor axes split what lies between a layer's blocks: with sequence parallelism, and with two of them."""
+    return np.asarray((t.sequence_parallel > 0) | (t.tensor_y > 1), dtype=np.bool_)
+
+
 def product_bytes(t: Table) -> Array:
     """Bytes that a product keeps of an element of its input, with its part of a block's scaling factor."""
     few = np.array([FORMAT_BYTES.get(name, 0.0) for name in PRECISIONS])[t.precision.astype(np.intp)]

@@ -44,6 +44,7 @@ from hyper_parallel.planner.cost_model.dims import (
     keys_seen,
     mixing,
     routed_share,
+    split_outside,
 )
 from hyper_parallel.planner.cost_model.layer_collectives import Exchanged, exchanged, experts_sent, load
 from hyper_parallel.planner.cost_model.operators import Products, Ranks, moved
@@ -102,7 +103,7 @@ class Layer:
     launches: Array
     """The host's, forward."""
     apart: Exchanged
-    """What collectives add."""
+    """What collectives add, and what goes beside."""
     forward: Array
     backward: Array
     again: Array
@@ -114,7 +115,7 @@ class Layer:
     @property
     def hidden(self) -> Array:
         """Seconds that go beside the pass."""
-        return np.maximum(self.sent - self.apart.expert, 0.0)
+        return np.maximum(self.sent - self.apart.expert, 0.0) + self.apart.beside
 
 
 def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
@@ -140,7 +141,8 @@ def layer(t: Table, k: Constants, ranks: Ranks) -> Layer:
         attention = attention + mixing(t) * scan
         elementwise = elementwise + mixing(t) * besides
     products, attention = products * t.products_ratio, attention * t.attention_ratio
-    elementwise = elementwise * t.elementwise_ratio
+    elementwise = elementwise * t.elementwise_ratio * (1 + t.unsplit * (ranks.tensor - 1))
+    elementwise = elementwise + t.kernel_seconds / (1 + BACKWARD_BYTES)
     if np.any(t.frozen > 0):
         own = _adapters(t, ranks, multiply, tokens)
         elementwise = elementwise + moved(t, k, 6 * tokens * t.adapter_outputs / ranks.tensor)
@@ -281,7 +283,7 @@ def _attention(t: Table, k: Constants, ranks: Ranks, tokens: Array) -> tuple[Arr
 
 def _bytes(t: Table, k: Constants, ranks: Ranks, tokens: Array, with_experts: Array) -> Array:
     """Bytes read and written by a layer's elementwise operators, forward, 2 an element."""
-    outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
+    outside = np.where(split_outside(t), tokens / ranks.tensor, tokens)
     # Rows are sorted by rank, then by expert, and back; libraries that send one a node sort by rank as they send.
     sorted_rows = 8 * expert_width(t) * k.permute * (1 - 0.5 * t.dedup)
     # An activation reads its input, and the gate where there is one, and writes its result.
@@ -304,7 +306,7 @@ def _scaled(t: Table, ranks: Ranks, tokens: Array, with_experts: Array) -> Array
     few = t.precision >= PRECISIONS.index("fp8")
     if not few.any():
         return np.zeros(1)
-    outside = np.where(t.sequence_parallel > 0, tokens / ranks.tensor, tokens)
+    outside = np.where(split_outside(t), tokens / ranks.tensor, tokens)
     routed = t.chosen * (t.expert_ffn + expert_width(t))
     wide = with_experts * routed + dense_share(t) * t.ffn + attending(t) * t.heads * t.head_dim
     wide = wide + mixing(t) * t.mixer_inner

@@ -60,6 +60,7 @@ from hyper_parallel.planner.cost_model.dims import (
     expert_share,
     expert_width,
     mixing_parameters,
+    split_outside,
 )
 from hyper_parallel.planner.cost_model.pipeline import Stage, in_pairs, placed, stages
 from hyper_parallel.planner.table import Array, Table, sum_of
@@ -161,7 +162,7 @@ def _counted(t: Table, stage: Stage, held: _Held, per_token: SavedActivations) -
     """Bytes of a rank of a stage."""
     ranks = t.tensor_x * t.tensor_y
     tokens = t.micro * t.sequence / t.context
-    handed_on = element_bytes(t) * t.hidden / np.where(t.sequence_parallel > 0, ranks, 1.0)
+    handed_on = element_bytes(t) * t.hidden / np.where(split_outside(t), ranks, 1.0)
     each = stage.dense * per_token.dense + stage.routed * per_token.routed + handed_on
     each = each + _modules(t, stage) * (
         np.where(t.experts > 0, per_token.routed, per_token.dense) + 4 * handed_on

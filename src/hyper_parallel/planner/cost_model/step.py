@@ -178,9 +178,11 @@ LOGIT_BYTES = 22.0
 def head(t: Table, k: Constants) -> Array:
     """Seconds of a micro-batch, forward and backward."""
     tokens = t.micro * t.sequence / t.context
-    columns = t.vocabulary / (t.tensor_x * t.tensor_y)
+    ranks = t.tensor_x * t.tensor_y
+    columns = t.vocabulary / ranks
     products = (3 - t.frozen) * Products(t, k, linear=False)(tokens, columns, t.hidden)
-    return t.head_ratio * (products + moved(t, k, tokens * (columns * LOGIT_BYTES + 12 * t.hidden)))
+    ratio = t.head_ratio * (1 - t.head_squared + t.head_squared / ranks)
+    return ratio * (products + moved(t, k, tokens * (columns * LOGIT_BYTES + 12 * t.hidden)))
 
 
 def prediction_modules(t: Table, k: Constants, layer: Array) -> Array:
@@ -206,7 +208,8 @@ def prediction_modules(t: Table, k: Constants, layer: Array) -> Array:
 # the optimizer's state is split (`overlap_split`). Experts are reduced
 # over the ranks that share them.
 #
-# **Gathered weights** (ZeRO-3): each layer's, before each of its passes; gradients are scattered as they come. What
+# **Gathered weights** (ZeRO-3): each layer's, before each of its passes; gradients are scattered as they come, by
+# `train` with ZeRO-2 too. What
 # takes longer than the pass shows, and the rest slows the pass it runs beside by `beside` (13% on NVLink: Galvatron,
 # arXiv 2211.13878; Calculon has 15% there and 2% on InfiniBand). Where it slows the pass by its whole time, as workers
 # do whose cores move what they send, the two take turns. Exchanges of experts that go beside the same pass
@@ -223,7 +226,8 @@ UPDATE_BYTES = 28.0
 
 @dataclass(frozen=True)
 class Gathered:
-    """Seconds of a layer's gathers over `shard`, in each pass; 0 below ZeRO-3."""
+    """Seconds of a layer's gathers over `shard` and of its gradients' scatters, in each pass of a micro-batch; 0 where
+    it has none of its own."""
 
     forward: Array
     backward: Array
@@ -231,30 +235,38 @@ class Gathered:
 
 def gathered(t: Table, ranks: Ranks, held: ParameterCounts, trained: ParameterCounts) -> Gathered:
     """Weights of a mean layer: gathered forward, and backward with gradients of what is trained scattered."""
-    if not np.any(t.zero >= 3):
+    whole, early = t.zero >= 3, scatters_early(t)
+    if not np.any(whole | early):
         return Gathered(np.zeros(1), np.zeros(1))
     group = ranks.gathering
     # Experts that nothing spreads are split and gathered as the rest of a layer is.
     alike = ranks.of_experts <= 1
     size = np.where(t.frozen > 0, np.minimum(t.frozen_bytes, element_bytes(t)), element_bytes(t))
 
-    def once(size: Array, counts: ParameterCounts) -> Array:
+    def once(size: Array, counts: ParameterCounts, rows: npt.NDArray[np.bool_]) -> Array:
         spread = ranks.reducing_experts.gather(size * counts.experts)
         experts = np.where(alike, group.gather(size * counts.experts), spread)
         # Of models of few layers, embedding and head are a good part of what is gathered.
         ends = t.ordered * (2 - t.tied) * counts.embedding / t.layers
         seconds = group.gather(size * (counts.layer + ends)) + np.where(counts.experts > 0, experts, 0.0)
-        return np.where((t.zero >= 3) & (group.ranks > 1), seconds, 0.0)
+        return np.where(rows & (group.ranks > 1), seconds, 0.0)
 
-    forward = once(size, held)
-    narrow = trained is held and not np.any(t.scatter_bytes > element_bytes(t))
-    scattered = forward if narrow else once(np.maximum(t.scatter_bytes, element_bytes(t)), trained)
+    forward = once(size, held, whole)
+    narrow = trained is held and not np.any(early | (t.scatter_bytes > element_bytes(t)))
+    scattered = (
+        forward if narrow else once(np.maximum(t.scatter_bytes, element_bytes(t)), trained, whole | early)
+    )
     if np.any(t.ordered * t.replicate > 1):
         # Copies of the parameters add up what was scattered.
         parts = np.maximum(t.scatter_bytes, element_bytes(t)) * trained.layer / group.ranks
         added = np.where((t.zero >= 3) & (t.replicate > 1), t.ordered * ranks.copies.reduce(parts), 0.0)
         scattered = scattered + added
     return Gathered(forward, forward + scattered)
+
+
+def scatters_early(t: Table) -> npt.NDArray[np.bool_]:
+    """Where ZeRO-2 scatters the gradients of each micro-batch, so that ranks add up their parts of them."""
+    return np.asarray((t.ordered > 0) & (t.zero == 2), dtype=np.bool_)
 
 
 def overlapped_pass(
@@ -276,7 +288,9 @@ def reduced(
 ) -> Array:
     """Seconds of the gradients' reduction that nothing hides; `stage` is a micro-batch's time on a stage."""
     elements = stage_layers * held.layer + held.embedding
-    bytes = t.gradient_bytes + element_bytes(t)
+    # Gradients that were scattered before are added up over copies of their parts alone.
+    early = scatters_early(t) & (t.replicate <= 1)
+    bytes = np.where(early, 0.0, t.gradient_bytes) + element_bytes(t)
     seconds = np.where(ranks.same > 1, ranks.reducing.gather(bytes * elements), 0.0)
     if np.any(t.experts > 0):
         experts = stage_layers * held.experts
