@@ -91,7 +91,7 @@ PRACTICE = (
     Practice("qwen3-30b-a3b", 512, BRIDGE_QWEN, "16 H100: expert 16; 64: a larger batch", _degrees(expert=16)),
 )  # fmt: skip
 
-LIMIT = 900
+LIMIT = 1800
 """Seconds of an answer."""
 Row = Mapping[str, Any]
 

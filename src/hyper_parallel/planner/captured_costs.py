@@ -43,8 +43,8 @@ from hyper_parallel.planner.run_file import planned_run_file
 from hyper_parallel.planner.table import Table
 from hyper_parallel.trace import Op
 
-RANKS = 8
-"""Of the captured step, at most."""
+RANKS = 512
+"""Of the captured step, at most: the parts of weights that more ranks gather are smaller, and padded."""
 MICRO_BATCHES = 2
 """Of the captured step, so that gradients are added up."""
 SHORTEST = 256
