@@ -152,8 +152,8 @@ class Accounts:
         total = sum(cost.seconds for cost in costs.values())
         terminalreporter.write_line(f"{total:.0f} processor seconds in {len(costs)} tests")
         for case, cost in sorted(costs.items(), key=lambda entry: -entry[1].seconds):
-            if cost.seconds > 2 * limit(self.tier, cost) and cost.seconds > 0.1:
+            if cost.seconds > 2 * limit(self.tier, cost, case) and cost.seconds > 0.1:
                 terminalreporter.write_line(
                     f"outgrown: {case} took {cost.seconds:.1f} s; "
-                    f"the tier {self.tier} allows {limit(self.tier, cost):g} s"
+                    f"the tier {self.tier} allows {limit(self.tier, cost, case):g} s"
                 )

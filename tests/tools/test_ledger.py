@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.ledger import CASE_S, FAST_S, FUNCTION_S, Cost, Ledger
+from harness.ledger import CASE_S, DEVICE, DEVICE_S, FAST_S, FUNCTION_S, Cost, Ledger
 from harness.processor_time import tree_seconds
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
@@ -32,6 +32,13 @@ def test_tiers() -> None:
     assert ledger().chosen("test", cases) == kept
     assert ledger().chosen("rest", cases) == (many - first) | {"tests/a.py::test_long"}
     assert ledger().chosen("all", cases) == set(cases)
+
+
+def test_the_rehearsal_device_has_its_own_seconds() -> None:
+    cases = [f"{DEVICE}test_x.py::test_{i}" for i in range(4)]
+    known = Ledger({case: Cost(DEVICE_S / 3, True) for case in cases})
+    assert known.chosen("test", cases) == set(cases[:3])
+    assert not known.chosen("fast", cases)
 
 
 def test_every_case_is_in_one_part() -> None:
