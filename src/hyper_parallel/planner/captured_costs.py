@@ -43,8 +43,9 @@ from hyper_parallel.planner.run_file import planned_run_file
 from hyper_parallel.planner.table import Table
 from hyper_parallel.trace import Op
 
-RANKS = 512
-"""Of the captured step, at most: the parts of weights that more ranks gather are smaller, and padded."""
+RANKS = (8, 512)
+"""Of the captured step: all devices, or where these spread experts what holds one of them, but within these bounds. The
+parts of weights that more ranks gather are smaller, and padded."""
 MICRO_BATCHES = 2
 """Of the captured step, so that gradients are added up."""
 SHORTEST = 256
@@ -74,7 +75,7 @@ def engine_profile(
     """The question's profile with the ratios of its model. Raises as `predict_run`."""
     long = question.workload.sequence
     short = long // 2
-    ranks = min(RANKS, question.devices)
+    ranks = _ranks(question)
     say("capturing a few layers, to price them as train runs them")
     at_long, plain = _measured(question, model, long, ranks)
     other, head, traffic = at_long.other - at_long.launches, at_long.head, 0.0
@@ -103,6 +104,13 @@ def engine_profile(
         unsplit=unsplit,
         head_squared=squared,
     )
+
+
+def _ranks(question: Question) -> int:
+    """Of the captured step."""
+    few, most = RANKS
+    each = question.devices // max(int(question.workload.shape.experts), 1)
+    return min(max(each, few), most, question.devices)
 
 
 def _split(
