@@ -51,96 +51,97 @@ Tensors flat(const std::vector<Tensors>& lists) {
 
 class Collectives final : public Backend {
  public:
+  // Work that is queued keeps the group that it is for (`inner`), which may be gone before.
   explicit Collectives(c10::intrusive_ptr<Backend> inner)
       : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
 
   const std::string getBackendName() const override { return "rehearsal"; }
 
   Pointer broadcast(Tensors& all, const c10d::BroadcastOptions& options) override {
-    return give(c10d::OpType::BROADCAST, all, all, [=, this](Tensors in, Tensors) {
-      return inner_->broadcast(in, options);
+    return give(c10d::OpType::BROADCAST, all, all, [=, inner = inner_](Tensors in, Tensors) {
+      return inner->broadcast(in, options);
     });
   }
   Pointer allreduce(Tensors& all, const c10d::AllreduceOptions& options) override {
-    return give(c10d::OpType::ALLREDUCE, all, all, [=, this](Tensors in, Tensors) {
-      return inner_->allreduce(in, options);
+    return give(c10d::OpType::ALLREDUCE, all, all, [=, inner = inner_](Tensors in, Tensors) {
+      return inner->allreduce(in, options);
     });
   }
   Pointer reduce(Tensors& all, const c10d::ReduceOptions& options) override {
-    return give(c10d::OpType::REDUCE, all, all, [=, this](Tensors in, Tensors) {
-      return inner_->reduce(in, options);
+    return give(c10d::OpType::REDUCE, all, all, [=, inner = inner_](Tensors in, Tensors) {
+      return inner->reduce(in, options);
     });
   }
   Pointer allgather(
       std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    return give(c10d::OpType::ALLGATHER, in, flat(out), [=, this](Tensors from, Tensors to) {
+    return give(c10d::OpType::ALLGATHER, in, flat(out), [=, inner = inner_](Tensors from, Tensors to) {
       std::vector<Tensors> lists{to};
-      return inner_->allgather(lists, from, options);
+      return inner->allgather(lists, from, options);
     });
   }
   Pointer _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
-    return give(c10d::OpType::_ALLGATHER_BASE, {in}, {out}, [=, this](Tensors from, Tensors to) {
-      return inner_->_allgather_base(to[0], from[0], options);
+    return give(c10d::OpType::_ALLGATHER_BASE, {in}, {out}, [=, inner = inner_](Tensors from, Tensors to) {
+      return inner->_allgather_base(to[0], from[0], options);
     });
   }
   Pointer _reduce_scatter_base(
       at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    return give(c10d::OpType::_REDUCE_SCATTER_BASE, {in}, {out}, [=, this](Tensors from, Tensors to) {
-      return inner_->_reduce_scatter_base(to[0], from[0], options);
+    return give(c10d::OpType::_REDUCE_SCATTER_BASE, {in}, {out}, [=, inner = inner_](Tensors from, Tensors to) {
+      return inner->_reduce_scatter_base(to[0], from[0], options);
     });
   }
   Pointer allgather_into_tensor_coalesced(
       Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    return give(c10d::OpType::COALESCED, in, out, [=, this](Tensors from, Tensors to) {
-      return inner_->allgather_into_tensor_coalesced(to, from, options);
+    return give(c10d::OpType::COALESCED, in, out, [=, inner = inner_](Tensors from, Tensors to) {
+      return inner->allgather_into_tensor_coalesced(to, from, options);
     });
   }
   Pointer reduce_scatter_tensor_coalesced(
       Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& options) override {
-    return give(c10d::OpType::COALESCED, in, out, [=, this](Tensors from, Tensors to) {
-      return inner_->reduce_scatter_tensor_coalesced(to, from, options);
+    return give(c10d::OpType::COALESCED, in, out, [=, inner = inner_](Tensors from, Tensors to) {
+      return inner->reduce_scatter_tensor_coalesced(to, from, options);
     });
   }
   Pointer allreduce_coalesced(Tensors& all, const c10d::AllreduceCoalescedOptions& options) override {
-    return give(c10d::OpType::COALESCED, all, all, [=, this](Tensors in, Tensors) {
-      return inner_->allreduce_coalesced(in, options);
+    return give(c10d::OpType::COALESCED, all, all, [=, inner = inner_](Tensors in, Tensors) {
+      return inner->allreduce_coalesced(in, options);
     });
   }
   Pointer reduce_scatter(
       Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& options) override {
-    return give(c10d::OpType::REDUCE_SCATTER, flat(in), out, [=, this](Tensors from, Tensors to) {
+    return give(c10d::OpType::REDUCE_SCATTER, flat(in), out, [=, inner = inner_](Tensors from, Tensors to) {
       std::vector<Tensors> lists{from};
-      return inner_->reduce_scatter(to, lists, options);
+      return inner->reduce_scatter(to, lists, options);
     });
   }
   Pointer alltoall_base(
       at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes,
       const c10d::AllToAllOptions& options) override {
-    return give(c10d::OpType::ALLTOALL_BASE, {in}, {out}, [=, this](Tensors from, Tensors to) mutable {
-      return inner_->alltoall_base(to[0], from[0], out_sizes, in_sizes, options);
+    return give(c10d::OpType::ALLTOALL_BASE, {in}, {out}, [=, inner = inner_](Tensors from, Tensors to) mutable {
+      return inner->alltoall_base(to[0], from[0], out_sizes, in_sizes, options);
     });
   }
   Pointer gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) override {
-    return give(c10d::OpType::GATHER, in, flat(out), [=, this, any = !out.empty()](Tensors from, Tensors to) {
+    return give(c10d::OpType::GATHER, in, flat(out), [=, inner = inner_, any = !out.empty()](Tensors from, Tensors to) {
       std::vector<Tensors> lists;
       if (any) lists.push_back(to);
-      return inner_->gather(lists, from, options);
+      return inner->gather(lists, from, options);
     });
   }
   Pointer scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& options) override {
-    return give(c10d::OpType::SCATTER, flat(in), out, [=, this, any = !in.empty()](Tensors from, Tensors to) {
+    return give(c10d::OpType::SCATTER, flat(in), out, [=, inner = inner_, any = !in.empty()](Tensors from, Tensors to) {
       std::vector<Tensors> lists;
       if (any) lists.push_back(from);
-      return inner_->scatter(to, lists, options);
+      return inner->scatter(to, lists, options);
     });
   }
   // Ranks meet in pairs: what goes one way does not wait for what goes another.
   Pointer send(Tensors& all, int to, int tag) override {
-    return give(c10d::OpType::SEND, all, {}, [=, this](Tensors in, Tensors) { return inner_->send(in, to, tag); },
+    return give(c10d::OpType::SEND, all, {}, [=, inner = inner_](Tensors in, Tensors) { return inner->send(in, to, tag); },
                 2 * to + 1);
   }
   Pointer recv(Tensors& all, int from, int tag) override {
-    return give(c10d::OpType::RECV, {}, all, [=, this](Tensors, Tensors out) { return inner_->recv(out, from, tag); },
+    return give(c10d::OpType::RECV, {}, all, [=, inner = inner_](Tensors, Tensors out) { return inner->recv(out, from, tag); },
                 2 * from + 2);
   }
   Pointer barrier(const c10d::BarrierOptions& options) override {
