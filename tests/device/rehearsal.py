@@ -1,8 +1,8 @@
 """`torch.rehearsal`: an accelerator of several devices in one process, with streams that are threads.
 
-`install()` builds it, takes PyTorch's PrivateUse1 for it and registers it with HyperParallel, once in a process: run a
-script of its own (`harness.forked_command.run_script`). `races()` are accesses that no stream, event or synchronisation
-puts in order, whatever came of them; `delay()` lets work fall behind at random.
+`install()` builds it, takes PyTorch's PrivateUse1 for it and registers it with HyperParallel, once and in a process
+that has not trained (`device.process.in_fresh_processes`). `races()` are accesses that no stream, event or
+synchronisation puts in order, whatever came of them; `delay()` lets work fall behind at random.
 """
 
 from __future__ import annotations

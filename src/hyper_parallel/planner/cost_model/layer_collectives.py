@@ -33,7 +33,7 @@ from hyper_parallel.planner.table import Array, Table
 
 RING = CONTEXT_METHODS.index("ring")
 PAIRS_HIDE = 0.87
-"""Of the collectives of tensor axes, what micro-batches in pairs hide: 81% to 98% of eight simulated steps, the least
+"""Of the collectives of tensor axes, what micro-batches in pairs hide: 81% to 98% of six simulated steps, the least
 with two axes."""
 
 

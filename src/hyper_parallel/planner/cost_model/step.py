@@ -209,12 +209,11 @@ def prediction_modules(t: Table, k: Constants, layer: Array) -> Array:
 # over the ranks that share them.
 #
 # **Gathered weights** (ZeRO-3): each layer's, before each of its passes; gradients are scattered as they come, by
-# `train` with ZeRO-2 too. What
-# takes longer than the pass shows, and the rest slows the pass it runs beside by `beside` (13% on NVLink: Galvatron,
-# arXiv 2211.13878; Calculon has 15% there and 2% on InfiniBand). Where it slows the pass by its whole time, as workers
-# do whose cores move what they send, the two take turns. Exchanges of experts that go beside the same pass
-# (`Profile.ordered`) use the same links: a pass takes at least what gathers and exchanges take one after the other
-# (`overlapped_pass`).
+# `train` with ZeRO-2 too (`scatters_early`). What takes longer than the pass shows, and the rest slows the pass it runs
+# beside by `beside` (13% on NVLink: Galvatron, arXiv 2211.13878; Calculon has 15% there and 2% on InfiniBand). Where it
+# slows the pass by its whole time, as workers do whose cores move what they send, the two take turns. Exchanges of
+# experts that go beside the same pass (`Profile.ordered`) use the same links: a pass takes at least what gathers and
+# exchanges take one after the other (`overlapped_pass`).
 #
 # **The optimizer** reads and writes 28 bytes a parameter of Adam in mixed precision: gradient, master value, two
 # moments, and the parameter. State that lies in the host's memory is fetched and stored beside the passes, activations
